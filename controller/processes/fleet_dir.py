@@ -1,4 +1,4 @@
-"""The data directory of a fleet: its lock, its version, and the paths in it."""
+"""The data directory of a fleet: its lock, its version, its file permissions, and the paths in it."""
 
 import contextlib
 import fcntl
@@ -30,7 +30,7 @@ class NoFleet(HoldfastError):
 
 @dataclass
 class FleetDir:
-    """A data directory, and its lock while this process holds it."""
+    """The data directory of a fleet, with its lock if this process holds the lock."""
 
     path: Path
     _lock: int | None = None
@@ -42,12 +42,13 @@ class FleetDir:
 
     @property
     def postgres(self) -> Path:
-        """Directory of the database."""
+        """Directory of the database's data."""
         return self.path / "postgres"
 
     @property
     def accounts(self) -> Path:
-        """File of the database accounts' passwords. It is outside the database's directory, which may be lost or restored."""
+        """File of the database accounts' passwords. The file is outside the database's directory, because that may be lost
+        or restored."""
         return self.path / "secrets" / "postgres.json"
 
     @property
@@ -57,21 +58,22 @@ class FleetDir:
 
     @property
     def spools(self) -> Path:
-        """Directory of each process's unacknowledged facts, and of the last acknowledged event."""
+        """Directory with a subdirectory per process, for the process's unacknowledged facts and its last acknowledged event."""
         return self.path / "spool"
 
     @property
     def broker_keys(self) -> Path:
-        """Directory of the nkey seeds of all broker users."""
+        """Directory of the nkey seeds of all broker accounts."""
         return self.path / "secrets" / "nats"
 
     @property
     def logs(self) -> Path:
-        """Directory of the log of every process."""
+        """Directory with the log file of every process."""
         return self.path / "logs"
 
     def take(self) -> None:
-        """Create and lock the directory. Raise DirectoryInUse or DirectoryTooNew."""
+        """Create and lock the directory, and delete the files of an earlier run in `run`. Raise DirectoryInUse or
+        DirectoryTooNew."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -97,15 +99,15 @@ class FleetDir:
             )
 
     def remember(self, **facts: object) -> None:
-        """Store the fleet's addresses for the other commands. Raise OSError if the disk is full."""
+        """Store the fleet's addresses in `fleet.json`, where other commands find them. Raise OSError if the disk is full."""
         fresh = self.path / "fleet.json.tmp"
         fresh.unlink(missing_ok=True)
         fresh.touch(0o600)  # a database URL may contain a password
         fresh.write_text(json.dumps(facts, indent=1))
-        fresh.replace(self.path / "fleet.json")  # atomic: another command may be reading it
+        fresh.replace(self.path / "fleet.json")  # atomic, because another command may read the file meanwhile
 
     def recall(self) -> Json:
-        """Return what `remember` stored. Raise NoFleet if no fleet runs here; a killed one leaves its file behind."""
+        """Return what `remember` stored. Raise NoFleet if the file is missing or the process that wrote it no longer runs."""
         try:
             known: Json = json.loads((self.path / "fleet.json").read_text())
         except (OSError, ValueError):
@@ -117,16 +119,18 @@ class FleetDir:
         return known
 
 
-MASK = 0o077  # the bits of group and others
+MASK = 0o077  # the permission bits of group and others
 FOLDERS = ("devices", "logs", "nats", "postgres", "run", "secrets", "spool")
 FILES = ("demo.json", "fleet.json", "fleet.json.tmp", "lock", "up.log", "version")
 
 
 def restrict(path: Path) -> list[str]:
-    """Restrict a fleet's directory. Return the foreign entries in it; if there are any, the directory itself is not changed.
+    """Remove the permissions of group and others from a fleet's directory and the fleet's files in it.
 
-    New files are private by the `umask` of a fleet's processes (`controller.cli`); files of older releases may not be. A
-    directory with foreign entries could be a home directory, or /tmp. The fleet's own files in it are restricted anyway.
+    If the directory contains foreign entries, it could be a home directory or /tmp. Then only the fleet's own files are
+    restricted. Return the names of the foreign entries if other users can still access the directory, else an empty list.
+
+    New files are private by the `umask` of a fleet's processes (`controller.cli`), but files of older releases may not be.
     """
     foreign = sorted({entry.name for entry in path.iterdir()} - {*FOLDERS, *FILES})
     for name in FILES:
@@ -143,7 +147,7 @@ def restrict(path: Path) -> list[str]:
 def _below(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
         if Path(place).name == "data" and "PG_VERSION" in files:
-            folders.clear()  # private already: PostgreSQL refuses to start otherwise
+            folders.clear()  # always private, because PostgreSQL refuses to start otherwise
             continue
         yield from (Path(place) / name for name in (*folders, *files))
 
@@ -153,7 +157,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _restrict(path: Path) -> None:
-    """Remove the permissions of group and others, if the file exists and belongs to this user."""
+    """Remove the permissions of group and others from a file, if it exists and belongs to this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         if status.st_mode & MASK and not stat.S_ISLNK(status.st_mode):

@@ -1,7 +1,7 @@
-"""The frontend process: the fold, the request plane, the director, the ports, and the shutdown.
+"""The frontend process: composes the fold, the request plane, the director and the ports.
 
-It needs the broker and the database only at its start, to load the fleet's state. If they become unreachable, it serves from the
-fold that it has in memory, and spools facts.
+The process needs the broker and the database only at its start, to load the fleet's state. If they become unreachable later, it
+serves requests from the fold in its memory, and spools its facts.
 """
 
 import asyncio
@@ -49,12 +49,12 @@ from events.process import descriptors, presence
 from events.versions import Known
 
 TICK_S = 0.1
-CHECK_S = 1.0  # interval of checking for clients that do not read, and for unused memory
+CHECK_S = 1.0  # interval of the checks for clients that do not read, and for unused memory
 LINKS_S = 1.0
 READY_S = 30.0
 AGAIN_S = 5.0  # delay before retrying an event that this frontend cannot fold
-PREPARE_S = 2.0  # longest wait before accepting requests; until then the host's other frontends get them
-BROKER_S = 2.0  # how long to wait for the broker
+PREPARE_S = 2.0  # longest wait before accepting requests, during which the host's other frontends get them
+BROKER_S = 2.0  # longest wait for the broker at the start
 STATIC_PROFILE = Profile(
     kv_blocks=1, block_tokens=16, max_batch=4096, prefill_tokens_per_s=1e6, tpot_ms=((1, 1.0),)
 )
@@ -74,9 +74,10 @@ async def run_frontend(
     name: str,
     key: FleetKey | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then finish requests in flight within the grace period. Return 0.
+    """Serve until SIGTERM or SIGINT, then finish requests in flight within the grace period, and return the exit code 0.
 
-    Raise HoldfastError if it cannot start: no port, no space for its spool, or an unreadable journal.
+    Raise HoldfastError if the frontend cannot start, because it gets no port or no space for its spool, or cannot read the
+    journal.
     """
     check_open_port(settings)
     if settings.static:
@@ -87,7 +88,8 @@ async def run_frontend(
 
 
 class RouterFeeds:
-    """The broker connections of one frontend's router, as its settings require."""
+    """The broker connections of one frontend's router: KV events and the requests of other frontends, as its settings
+    require."""
 
     def __init__(self, kv: KvEvents | None, sync: SlotSync | None) -> None:
         self._kv = kv
@@ -97,7 +99,8 @@ class RouterFeeds:
     async def open(
         cls, url: str, name: str, settings: RouterSettings, director: Director, wait_s: float = BROKER_S
     ) -> "RouterFeeds":
-        """Connect within `wait_s` seconds, or keep trying in the background."""
+        """Return the feeds that the settings require. Each is connected, or connects in the background if this takes longer
+        than `wait_s` seconds."""
         scheduler, kv, sync = director.routing, None, None
         if settings.mode == "kv" and settings.kv_events:
             budget = director.settings.worker_budgets
@@ -110,11 +113,11 @@ class RouterFeeds:
         return cls(kv, sync)
 
     def services(self) -> list[Service]:
-        """Return the services to run as long as the frontend does."""
+        """Return the functions that run the feeds, for as long as the frontend runs."""
         return [one.run for one in (self._kv, self._sync) if one is not None]
 
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
-        """Update the set of live workers."""
+        """Set the live workers of the KV-event feed. Does nothing without this feed."""
         if self._kv is not None:
             self._kv.absorb(joined)
 
@@ -126,7 +129,7 @@ class RouterFeeds:
 
 
 class FrontendProcess:
-    """One frontend process with all its parts."""
+    """Composes and runs one frontend process."""
 
     def __init__(
         self,
@@ -153,8 +156,8 @@ class FrontendProcess:
         self._stop = asyncio.Event()
 
     async def run(self, nats_url: str, database_url: str | None) -> int:
-        """Serve the fleet that the journal describes."""
-        from events.journal.nats import NatsJournal  # a static frontend has no journal
+        """Serve the fleet that the journal describes until the process is stopped, and return the exit code 0."""
+        from events.journal.nats import NatsJournal  # imported here, because a static frontend has no journal
 
         journal = await NatsJournal.connect(
             nats_url,
@@ -174,7 +177,7 @@ class FrontendProcess:
         director = self._director(journal.observe)
         measured = director.metrics.registry
         measured.register(JournalMetrics(journal))
-        # do not wait for an unreachable broker a second time
+        # if the broker is unreachable, do not wait for it a second time
         wait_s = BROKER_S if bus.since is not None else 0.0
         feeds = await RouterFeeds.open(nats_url, self._name, self._settings.router, director, wait_s)
         view = FleetView(journal, store=store)
@@ -210,7 +213,7 @@ class FrontendProcess:
                 await store.close()
 
     async def run_static(self) -> int:
-        """Serve the workers that the settings list: no broker, no fleet, no stored state."""
+        """Serve the workers that the settings list, without a broker, a fleet or stored state. Return the exit code 0."""
         director = self._director(_discard)
         addresses = [address.strip() for address in self._settings.static.split(",") if address.strip()]
         self._plane.listen(lambda: director.set_static(self._welcomed()))
@@ -261,16 +264,17 @@ class FrontendProcess:
                 for task in running:
                     task.cancel()
         finally:
-            api.openai.cut_off()  # also if a service failed: clients get an error if possible
+            api.openai.cut_off()  # also runs if a service failed, so that clients get an error if possible
             director.report()
             await listeners.close()
         return 0
 
     async def _accept(self, director: Director, listeners: Listeners) -> None:
-        """Accept requests as soon as one could be served, or the fleet is known to have no serving worker.
+        """Accept requests as soon as a request could be served, or the fleet is known to have no serving worker.
 
-        Until then the host's other frontends get them. A frontend that knows no fleet state yet may be the host's only one, so
-        after PREPARE_S it accepts requests anyway and answers with the error itself."""
+        Until then the other frontends on this host get the requests. A frontend that does not know the fleet's state yet may be
+        the only one on its host. So after PREPARE_S it accepts requests anyway and answers them with an error.
+        """
         loop, monitor = asyncio.get_running_loop(), director.routing.monitor
         until = loop.time() + PREPARE_S
         while not monitor.servable and loop.time() < until:
@@ -283,7 +287,7 @@ class FrontendProcess:
         log.info("frontend_serves", url=listeners.url, admin=listeners.admin_url)
 
     async def drain(self, api: Api, listeners: Listeners) -> None:
-        """Stop accepting requests, let those in flight finish, and cut off the rest after the grace period."""
+        """Stop accepting requests, wait until those in flight finish, and cut off the others when the grace period is over."""
         api.openai.drain()
         await listeners.refuse()
         loop = asyncio.get_running_loop()
@@ -295,19 +299,20 @@ class FrontendProcess:
         await asyncio.sleep(0)
 
     async def _follow(self, director: Director, view: FleetView) -> None:
-        """Follow the journal. If it can no longer be trusted, continue with the last fold."""
+        """Follow the journal. If the journal can no longer be trusted, continue to serve with the last fold."""
         async with asyncio.TaskGroup() as group:
             group.create_task(_follow_persistently(view), name="view")
             try:
                 await view.ready(READY_S)
             except HoldfastError as error:
                 if view.fault is not None and not view.fleet.workers:
-                    raise  # this frontend would answer every client that the model does not exist
+                    raise  # otherwise this frontend would answer every client that the model does not exist
                 log.warning("fleet_not_known_in_time", why=str(error))
             director.go_live(await asyncio.to_thread(served.read, self._served_at))
 
     async def _remember(self, director: Director, view: FleetView) -> None:
-        """Store until when this frontend served, so that the next frontend of the same name can report the gap."""
+        """Store regularly until when this frontend has served, so that the next frontend of the same name can report the
+        gap."""
         clock = SystemClock()
         while True:
             await asyncio.sleep(SERVED_EVERY_S)
@@ -328,7 +333,8 @@ class FrontendProcess:
         director.absorb(view.fleet, batch)
 
     async def _report_links(self, bus: Bus, director: Director) -> None:
-        """Report every second the queue length and the reachable workers, which are then not declared silent."""
+        """Report every second the queue length and the workers that this frontend reaches. The controller does not declare
+        these workers silent."""
         clock = SystemClock()
         subject = subjects.links(self._name)
         while True:
@@ -352,8 +358,11 @@ class FrontendProcess:
 
 
 async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> None:
-    """Follow the journal, and retry after errors. Retry an event that stops all readers until an operator has resolved it.
-    Continue from a snapshot if the next events were dropped."""
+    """Follow the journal, and retry after errors.
+
+    An event that stops all readers is retried until an operator has resolved it. If the next events were dropped, the view
+    continues from a snapshot. After any other error, log it and stop following.
+    """
     while True:
         try:
             await view.run()
@@ -365,7 +374,7 @@ async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> Non
 
 
 async def follow_peers(director: Director, bus: Bus) -> None:
-    """Subscribe to the reports of the other frontends, now or as soon as the broker is reachable."""
+    """Subscribe to the reports of the other frontends, at once or as soon as the broker is reachable."""
     while True:
         try:
             await bus.subscribe(subjects.LINKS, director.peers.on_links)
@@ -384,11 +393,11 @@ async def _check(endpoints: OpenAiEndpoints, listeners: Listeners) -> None:
 
 
 def _discard(fact: Observation, *, traceparent: str = "") -> None:
-    """Discard a fact: there is no journal."""
+    """Discard a fact, because a static frontend has no journal."""
 
 
 def static_worker(worker: str, instance: str, model: str, tokenizer: str) -> WorkerJoined:
-    """Return the registration of a worker that the settings list."""
+    """Return the registration of a worker that the settings of a static frontend list."""
     return WorkerJoined(
         worker=worker,
         instance=instance,

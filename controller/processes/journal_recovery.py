@@ -1,8 +1,8 @@
 """Checks, when `holdfast up` starts, that the broker's journal belongs to this data directory.
 
-Processes store in files which event the broker acknowledged last, and the database stores the last event in its projection. A
+Processes store in files which event the broker acknowledged last, and the database stores the last event that it has folded. A
 broker that lacks such an event, or has another event at that sequence, has lost events or is another broker. Continuing would
-create an inconsistent history. Only the operator can know which of the two is right, so `up` stops and prints the choices.
+create an inconsistent history. Only the operator can know which history is right, so `up` stops and prints the choices.
 """
 
 import asyncio
@@ -32,9 +32,10 @@ class JournalLost(HoldfastError):
 
 
 async def open_journal(url: str, spools: Path) -> NatsJournal:
-    """Return the supervisor's connection to the journal. Raise JournalLost if it is not the journal of this directory.
+    """Return the supervisor's connection to the journal. Raise JournalLost if the journal does not belong to this data
+    directory.
 
-    The stream is created if no process has seen one before.
+    The stream is created only if no process has seen a stream before.
     """
     source = f"supervisor:{new_id()}"
     try:
@@ -52,8 +53,10 @@ async def open_journal(url: str, spools: Path) -> NatsJournal:
 
 
 async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = None) -> None:
-    """Raise JournalLost if the stream lacks an acknowledged event, or the last event in the database (`place`). A broker that
-    does not answer is no proof of a loss."""
+    """Raise JournalLost if the stream lacks an acknowledged event, or the last event in the database (`place`).
+
+    Do nothing if the broker does not answer, because that is no proof of a loss.
+    """
     with contextlib.suppress(JournalUnavailable):
         newest = max(remembered(spools).values(), key=lambda event: event.seq, default=None)
         if lost := await _lost(journal, newest):
@@ -63,7 +66,11 @@ async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = 
 
 
 async def accept(url: str, spools: Path, database: FleetDatabase, place: Place | None) -> None:
-    """Accept the journal as it is: delete the records of another journal's acknowledged events, and set its projection aside."""
+    """Accept the journal as it is.
+
+    Files with an acknowledged event of another journal are renamed. If the database has folded another journal, its schema is
+    renamed, too.
+    """
     journal = await NatsJournal.connect(url, "supervisor:accept", None)
     try:
         last = await journal.last_seq()
@@ -80,7 +87,7 @@ async def accept(url: str, spools: Path, database: FleetDatabase, place: Place |
 
 
 async def _lost(journal: NatsJournal, seen: AcknowledgedEvent | None) -> str:
-    """Return why the journal does not hold the event `seen`, or "" if it does."""
+    """Return why the journal does not hold the event `seen`. Return an empty string if it does, or if `seen` is None."""
     if seen is None:
         return ""
     try:
@@ -96,7 +103,8 @@ ASK_S = 5.0
 
 
 class JournalWatch:
-    """Background task that checks the stream as long as the fleet runs."""
+    """Background task that checks, while the fleet runs, that the stream exists and is not replaced, and prints a warning if
+    not."""
 
     def __init__(self, journal: NatsJournal, look_every_s: float = LOOK_EVERY_S) -> None:
         self._journal = journal
@@ -133,18 +141,18 @@ class JournalWatch:
             say("the journal is available again")
 
     async def stop(self) -> None:
-        """Stop checking."""
+        """Stop the background task."""
         self._task.cancel()
         await asyncio.wait({self._task})
 
 
 BOUND_EVERY_S = 5.0
-FORBIDDEN_S = 600.0  # retry delay if an external broker forbids it
+FORBIDDEN_S = 600.0  # delay of the next attempt if an external broker forbids the change
 BOUND_WITHIN_S = 60.0
 
 
 class JournalBounding:
-    """Background task that sets the journal's bounds as soon as the retained events include a snapshot."""
+    """Background task that sets the journal's bounds as soon as the retained events would include a snapshot."""
 
     def __init__(
         self, journal: NatsJournal, wanted: JournalBounds, look_every_s: float = BOUND_EVERY_S
@@ -166,7 +174,10 @@ class JournalBounding:
             await asyncio.sleep(wait_s)
 
     async def _try(self) -> float:
-        """Set the bounds if no event without a snapshot is lost. Return the seconds until the next try, 0 if they are set."""
+        """Set the bounds unless an event would be dropped that no snapshot covers.
+
+        Return the seconds until the next attempt, or 0 if the bounds are set.
+        """
         usage = await self._journal.usage(growth=False)
         if self._wanted == JournalBounds(usage.bytes_max, usage.age_max):
             return 0.0
@@ -185,13 +196,13 @@ class JournalBounding:
         return 0.0
 
     async def stop(self) -> None:
-        """Stop retrying."""
+        """Stop the background task."""
         self._task.cancel()
         await asyncio.wait({self._task})
 
 
 def words(wanted: JournalBounds) -> str:
-    """Return a text about the events that a journal with these bounds keeps."""
+    """Return a text that says which events a journal with these bounds keeps."""
     limits = [] if wanted.bytes is None else [f"at most {wanted.bytes / (1 << 20):,.0f} MiB"]
     limits += (
         [] if wanted.age is None else [f"events of the last {wanted.age.total_seconds() / 86400:g} days"]

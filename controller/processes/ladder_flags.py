@@ -1,6 +1,6 @@
 """Flags of `holdfast up` for the degradation ladder: the service objectives and the request tiers.
 
-They apply to every model without settings of its own in `HOLDFAST_CONTROLLER__POLICY__DEGRADATION__SLOS`.
+The flags apply to every model that has no settings of its own in `HOLDFAST_CONTROLLER__POLICY__DEGRADATION__SLOS`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from events.json_types import Json
 POLICY = f"{PREFIX}CONTROLLER__POLICY__DEGRADATION__"
 SLOS = f"{POLICY}SLOS"
 COUNT_MAX = 8192
-ANY_MODEL = "*"  # the same as in the degradation decider, which is slow to import
+ANY_MODEL = "*"  # a copy of the constant in the degradation decider, which is slow to import
 
 
 def _count(text: str) -> int:
@@ -48,7 +48,7 @@ TIER_FLAGS: Mapping[str, Options] = {
 
 
 def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the flags of the degradation ladder to the parser."""
     for flag, (_, options) in OBJECTIVES.items():
         parser.add_argument(flag, **options)
     for flag, own in TIER_FLAGS.items():
@@ -56,7 +56,8 @@ def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def ladder_variables(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags as environment variables of the controllers. Raise UsageError if they contradict one another."""
+    """Return the values of these flags as environment variables of the controllers. Raise UsageError if they contradict one
+    another."""
     given = {name: _of(args, flag) for flag, (name, _) in OBJECTIVES.items() if _of(args, flag) is not None}
     found = {}
     if given:
@@ -77,7 +78,8 @@ def _of(args: argparse.Namespace, flag: str) -> Any:
 
 
 def _slos(environment: Mapping[str, str]) -> Json:
-    """Return the objectives per model that the environment sets."""
+    """Return the objectives of each model that the environment sets. Raise UsageError if the variable is not a JSON object
+    of models."""
     text = environment.get(SLOS) or "{}"
     try:
         slos = json.loads(text)
@@ -91,7 +93,7 @@ def _slos(environment: Mapping[str, str]) -> Json:
 
 
 def tier_names(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the fleet's tiers from the flag, the variable or the default. None if the variable is not a plain list."""
+    """Return the fleet's tiers from the flag, the variable or the default. Return None if the variable is a JSON list."""
     text = _of(args, "--priority-tiers") or environment.get(f"{POLICY}PRIORITY_TIERS") or ""
     if text.lstrip().startswith("["):
         return None

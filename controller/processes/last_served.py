@@ -1,7 +1,7 @@
 """The file in which a frontend stores until when it served, for the next frontend of the same name.
 
-The file is beside the spool, in the folder that frontends of the same name share. It is written atomically. Without the file,
-nothing is known about the previous frontend.
+The file is beside the spool, in the folder that all frontends of the same name use. It is written atomically. Without the file,
+the next frontend does not know until when the previous one served.
 """
 
 import json
@@ -17,14 +17,14 @@ log = structlog.get_logger(__name__)
 
 
 def path_of(data: Path, name: str) -> Path:
-    """Return the path of a frontend's file."""
+    """Return the path of the file of the frontend with this name."""
     return data / "spool" / name / "served.json"
 
 
 def read(path: Path) -> ServedUntil | None:
-    """Return what the previous frontend of this name stored, or None if that is unknown.
+    """Return until when the previous frontend of this name served. Return None if the file is missing or unreadable.
 
-    Problems with the file are logged, never raised.
+    An unreadable file is logged and never raises.
     """
     try:
         found = json.loads(path.read_text())
@@ -40,7 +40,7 @@ def read(path: Path) -> ServedUntil | None:
 
 
 def write(path: Path, served: ServedUntil) -> None:
-    """Store how far this frontend has served. A full disk is logged and has no other effect."""
+    """Store until when this frontend has served. An error, such as a full disk, is logged and never raises."""
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

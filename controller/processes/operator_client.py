@@ -1,4 +1,4 @@
-"""Finds a fleet and sends operator commands to its controller."""
+"""Finds a fleet by its data directory and sends operator commands to its controller."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ class OperatorRefused(HoldfastError):
 
 
 async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
-    """Return whether a GET answers with status 200."""
+    """Return whether a GET of this URL answers with status 200 within `deadline_s` seconds."""
 
     def get() -> bool:
         try:
@@ -46,10 +46,9 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
 
 def find(data: Path, user: str = "operator") -> Json:
-    """Return the URLs by which a broker user reaches the fleet, from the environment or the data directory. Raise NoFleet or
-    BadBrokerUrl.
+    """Return the URLs of a fleet's broker and database for a broker account, from the environment or the data directory.
 
-    `database_url` has read access, `database_owner_url` may create tables.
+    `database_url` has read access, and `database_owner_url` may create tables. Raise NoFleet or BadBrokerUrl.
     """
     known: Json = {}
     named = os.environ.get("HOLDFAST_NATS_URL", "")
@@ -59,7 +58,7 @@ def find(data: Path, user: str = "operator") -> Json:
         if not named:
             raise
     if named and known.get("nats_url") != named:
-        known = {}  # another fleet's directory: its database belongs to another journal
+        known = {}  # the directory is that of another fleet, and its database belongs to another journal
     for key in ("nats_url", "database_url"):
         known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
     owner = os.environ.get("HOLDFAST_DATABASE_URL") or known.get("database_owner_url")
@@ -70,7 +69,7 @@ def find(data: Path, user: str = "operator") -> Json:
 
 
 async def reachable(url: str) -> None:
-    """Check that a broker answers. Raise Unreachable."""
+    """Check that the broker at `url` answers. Raise Unreachable if it does not."""
     await (await _connect(as_user(url, "supervisor"))).close()
 
 
@@ -84,20 +83,23 @@ async def _connect(url: str) -> NatsBus:
 
 
 class Operator:
-    """A connection to the controller's control subjects."""
+    """Sends operator commands to the controller of a fleet over one broker connection."""
 
     def __init__(self, bus: NatsBus, url: str) -> None:
         self._bus, self._url = bus, url
 
     @classmethod
     async def connect(cls, data: Path) -> "Operator":
-        """Connect to the fleet of a data directory. Raise NoFleet or Unreachable."""
+        """Connect to the broker of the fleet with this data directory. Raise NoFleet or Unreachable."""
         url = find(data)["nats_url"]
         return cls(await _connect(url), url)
 
     async def ask(self, verb: str, body: Json, deadline_s: float = ASK_WITHIN_S) -> Json:
-        """Send a request to the controller, which executes it within `deadline_s` seconds or not at all. Raise OperatorRefused
-        with the controller's reason, or what `command` raises."""
+        """Send a request to the controller and return its answer. The controller executes the request within `deadline_s`
+        seconds or not at all.
+
+        Raise OperatorRefused with the controller's reason, or what `command` raises.
+        """
         if verb in ("status", "versions"):
             answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))
         else:
@@ -109,7 +111,10 @@ class Operator:
     async def act(
         self, verb: str, worker: str, argument: float | None = None, deadline_s: float = ASK_WITHIN_S
     ) -> Json:
-        """Run drain, resume, move or a fault of `holdfast chaos` on a worker. Raise OperatorRefused or NoAnswer."""
+        """Run drain, resume, move or a fault of `holdfast chaos` on a worker, and return the controller's answer.
+
+        Raise OperatorRefused or NoAnswer.
+        """
         body: Json = {"worker": worker, "by": operator_name()}
         if verb not in ("drain", "resume", "move"):
             verb, body = "chaos", body | {"fault": verb, "argument": argument}
@@ -121,10 +126,10 @@ class Operator:
 
 
 class Closable(Protocol):
-    """A connection."""
+    """A connection that can be closed."""
 
     async def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         ...
 
 
@@ -133,7 +138,7 @@ C = TypeVar("C", bound=Closable)
 
 @asynccontextmanager
 async def closing(opening: Awaitable[C]) -> AsyncIterator[C]:
-    """Open a connection, and close it at the end."""
+    """Yield the connection that `opening` opens, and close it at the end."""
     connection = await opening
     try:
         yield connection
@@ -142,18 +147,21 @@ async def closing(opening: Awaitable[C]) -> AsyncIterator[C]:
 
 
 async def ask(data: Path, verb: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Send one request to the fleet of a data directory. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
+    """Connect to the fleet of a data directory, send one request to its controller and return the answer.
+
+    Raise NoFleet, Unreachable, or what `Operator.ask` raises.
+    """
     async with closing(Operator.connect(data)) as operator:
         return await operator.ask(verb, body or {})
 
 
 def operator_name() -> str:
-    """Return the name of the operator, which the journal records."""
+    """Return the name of the current user, which the journal records as the operator."""
     return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
 
 
 async def read_all(data: Path, after: int = 0) -> list[Recorded]:
-    """Return every event of the fleet's journal above sequence `after`. Raise NoFleet or JournalUnavailable."""
+    """Return every event of the fleet's journal with a sequence above `after`. Raise NoFleet or JournalUnavailable."""
     from events.journal.nats import NatsJournal
 
     async with closing(NatsJournal.connect(find(data)["nats_url"], "reader", make=False)) as journal:
@@ -162,8 +170,10 @@ async def read_all(data: Path, after: int = 0) -> list[Recorded]:
 
 
 def opened(request: "str | urllib.request.Request", within_s: float) -> Any:
-    """Open a URL of a process on this host. The certificate is not verified, because it names the host as clients reach it, not
-    this address. No proxy is used."""
+    """Open a URL of a process on this host, without a proxy.
+
+    The certificate is not verified, because it contains the host name for clients and not this address.
+    """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     context = ssl.create_default_context()
     context.check_hostname = False

@@ -1,4 +1,4 @@
-"""The processes of a fleet that `holdfast up` starts, and the environment of each."""
+"""Plans which processes `holdfast up` starts, and the environment of each process."""
 
 import argparse
 import os
@@ -15,15 +15,15 @@ GRACE_S = 10.0  # default for `up`, so that Ctrl-C does not block a terminal for
 
 
 def frontend_grace_s() -> float:
-    """Return for how many seconds streams may continue when the fleet stops."""
+    """Return the number of seconds for which streams may continue when the fleet stops."""
     try:
         return float(os.environ.get(GRACE) or GRACE_S)
-    except ValueError:  # the frontends refuse to start with it and report why
+    except ValueError:  # the frontends refuse to start with this value and report the reason
         return GRACE_S
 
 
 def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
-    """Yield every process that needs the broker but not the database."""
+    """Yield every process of the fleet that needs the broker but not the database."""
     yield _child(directory, "controller", "controller", _controller(args))
     if wanted(args, os.environ):
         yield _child(directory, "notifier", "notifier", webhook_variables(args))
@@ -57,7 +57,7 @@ def spare(args: argparse.Namespace, directory: FleetDir, number: int) -> Child:
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    """Return the names of the fleet's workers, without its spares."""
+    """Return the names of the fleet's workers, without the spares."""
     servers = len(args.upstream) - spares(args, 0) if args.engine == "openai" else args.workers
     return [f"w{n}" for n in range(servers)]
 
@@ -68,7 +68,7 @@ def spare_names(args: argparse.Namespace) -> list[str]:
 
 
 def database_processes(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
-    """Yield the processes that need the database."""
+    """Yield the processes that need the database: the projector, and the planner unless it is off."""
     yield _child(directory, "projector", "projector", {})
     if args.planner_mode != "off":
         yield _child(directory, "planner", "planner", {"HOLDFAST_PLANNER__MODE": args.planner_mode})
@@ -94,7 +94,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
 
 def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
     own = {"HOLDFAST_WORKER_ENGINE": args.engine, "HOLDFAST_WORKER_REQUEST_PLANE": args.request_plane}
-    own["HOLDFAST_WORKER_NAME_CHECK_S"] = "0"  # `up` itself starts only one process per name
+    own["HOLDFAST_WORKER_NAME_CHECK_S"] = "0"  # not needed, because `up` starts only one process per name
     if args.ready_timeout is not None:
         own["HOLDFAST_WORKER_READY_TIMEOUT"] = str(args.ready_timeout)
     if args.model is not None:
@@ -109,7 +109,7 @@ def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
             if given := getattr(args, name):
                 own[f"HOLDFAST_WORKER_{name.upper()}"] = given[n]
     if getattr(args, "router.kv_events", None) is False:
-        own["HOLDFAST_WORKER_KV_EVENTS"] = "false"  # no router uses them
+        own["HOLDFAST_WORKER_KV_EVENTS"] = "false"  # because no router uses KV events
     if args.itl_ms is not None:
         own["HOLDFAST_WORKER_ITL_MS"] = str(args.itl_ms)
     return own

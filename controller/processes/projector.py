@@ -1,4 +1,4 @@
-"""The projector process: journal, state store, the projector between them, and a small admin port."""
+"""The projector process: composes journal, state store, projector and a small admin port."""
 
 import asyncio
 import signal
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 async def run_projector(
     settings: ProjectorSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Project until SIGTERM (exit 0). Raise HoldfastError if an operator must act, with the reason."""
+    """Project until SIGTERM, and return the exit code 0. Raise HoldfastError, with the reason, if an operator must act."""
     if not database_url:
         raise HoldfastError("the projector needs a database: set HOLDFAST_DATABASE_URL")
     await _migrated(database_url)
@@ -57,8 +57,11 @@ async def run_projector(
 
 
 async def _migrated(url: str) -> None:
-    """Migrate the database to this release. Wait while it is unreachable, and log each reason once. Raise StoreLost if the
-    database was emptied: this process's account may only write rows, so the owner must create the tables again."""
+    """Migrate the database to this release. Wait while the database is unreachable, and log each reason once.
+
+    Raise StoreLost if the database was emptied. Only the owner can create the tables again, because the projector's account may
+    only write rows.
+    """
     logged = ""
     while True:
         try:
@@ -89,7 +92,7 @@ async def _cancel_after(stop: asyncio.Event, services: "list[asyncio.Task[None]]
 
 
 class ProjectorWatch:
-    """Measures the projector's lag behind the journal, and reports it over HTTP."""
+    """Measures how many events the projector is behind the journal, and reports this over HTTP."""
 
     def __init__(
         self, projector: Projector, journal: Journal, metrics: ProjectorMetrics, ready_lag: int
@@ -100,7 +103,7 @@ class ProjectorWatch:
         self.lag: int | None = None  # None: the journal does not answer
 
     async def run(self) -> None:
-        """Measure the lag every second."""
+        """Measure every second, until cancelled."""
         while True:
             progress = self._projector.progress
             try:
@@ -119,7 +122,7 @@ class ProjectorWatch:
             await asyncio.sleep(WATCH_S)
 
     def ready(self) -> str:
-        """Return why the projector is not ready, or "" if it is."""
+        """Return why the projector is not ready, or an empty string if it is."""
         if not self._projector.progress.connected:
             return "the state store or the journal cannot be reached"
         if self.lag is None:
@@ -127,7 +130,7 @@ class ProjectorWatch:
         return f"{self.lag} events behind" if self.lag > self._ready_lag else ""
 
     def report(self) -> dict[str, object]:
-        """Return the body of /ready and /health."""
+        """Return the body of /ready and /health as a JSON object."""
         progress = self._projector.progress
         why = self.ready()
         return {"ready": not why, "reason": why, "position": progress.projected, "lag": self.lag}

@@ -1,7 +1,7 @@
 """Follows a fleet's start and reports every ten seconds which workers are missing, and why.
 
-A fleet is ready as soon as its first worker serves requests, and continues to wait for the others. A worker that is still
-missing after the timeout of the start is reported only when its reason changes.
+A fleet is ready as soon as its first worker serves requests, and the watch continues to wait for the other workers. A worker
+that is still missing after the timeout of the start is reported only when its reason changes.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Ask = Callable[[], Awaitable[JsonView | None]]
 
 
 def status_reader(data: Path) -> Ask:
-    """Return a function that reads the status from the controller of a data directory's fleet."""
+    """Return a function that reads the status from the controller of the fleet with this data directory."""
 
     async def ask() -> JsonView | None:
         with contextlib.suppress(HoldfastError):
@@ -41,14 +41,14 @@ def status_reader(data: Path) -> Ask:
 
 @dataclass(frozen=True, slots=True)
 class ReadinessTimes:
-    """How often missing workers are reported, and how long to wait for a status, in seconds."""
+    """The interval of reports about missing workers, and the longest wait for a status, in seconds."""
 
     say_every_s: float = 10.0
-    status_s: float = 10.0  # a serving fleet is ready after this, even if its controller does not answer
+    status_s: float = 10.0  # a serving fleet is ready after this time, even if its controller does not answer
 
 
 class ReadinessWatch:
-    """Follows the start of one fleet for its supervisor."""
+    """Follows the start of one fleet for its supervisor, and prints the missing workers."""
 
     def __init__(
         self,
@@ -60,30 +60,33 @@ class ReadinessWatch:
         spares: Sequence[str] = (),
         times: ReadinessTimes = ReadinessTimes(),
     ) -> None:
-        """Follow the start of the workers `names` and `spares`, within `timeout_s`. `patient`: workers may wait for something
-        outside of the fleet (a server, a model), so the watch continues after the fleet serves."""
+        """Follow the start of the workers `names` and `spares`, which may take `timeout_s` seconds.
+
+        With `patient`, workers may wait for something outside of the fleet (a server, a model). The watch then continues after
+        the fleet serves requests.
+        """
         self.timeout_s = timeout_s
         self._ask = ask
         self._names = [*names, *spares]
         self._spares = len(spares)
-        self.kept: frozenset[str] = frozenset()  # workers that are spares, by the last status
+        self.kept: frozenset[str] = frozenset()  # workers that are spares according to the last status
         self._patient = patient
         self._times = times
         self._until = time.monotonic() + timeout_s
         self._serving_since: float | None = None
-        self._complete = False  # all of them have been ready once
+        self._complete = False  # whether all workers have been ready at the same time once
         self._missing: dict[str, str] = {}
         self._reported: list[str] = []
-        self._undecided = ""  # why no process can fold the journal
+        self._undecided = ""  # why no process can fold the journal; empty: not known to be so
         self._reporting: asyncio.Task[None] | None = None
 
     @property
     def late(self) -> bool:
-        """Whether the start has exceeded its timeout."""
+        """Whether the start takes longer than its timeout."""
         return time.monotonic() > self._until
 
     def wait_for_decision(self, why: str) -> None:
-        """Restart the timeout, because the start waits for an operator. Prints each reason once."""
+        """Restart the timeout, because the start waits for an operator, and print the reason once."""
         self._until = time.monotonic() + self.timeout_s
         if why != self._undecided:
             self._undecided = why
@@ -91,29 +94,33 @@ class ReadinessWatch:
 
     @property
     def there(self) -> str:
-        """The number of workers that are ready, in words."""
+        """How many workers are ready, as text."""
         total, missing = len(self._names), len(self._missing)
         counted = f"{total - missing} of {total}" if missing else f"{total}"
         spares = f", {self._spares} of them spare" if self._spares else ""
         return f"{counted} worker{'s' if total != 1 else ''}{spares}"
 
     def begin(self) -> None:
-        """Start reporting missing workers."""
+        """Start to report missing workers in the background."""
         self._reporting = asyncio.create_task(self._report_periodically(), name="readiness")
 
     def check(self) -> None:
-        """Raise the error that ended the reporting, if any."""
+        """Raise the error that ended the reporting. Do nothing if the reporting runs."""
         if self._reporting is not None and self._reporting.done():
             self._reporting.result()
 
     async def end(self) -> None:
-        """Stop reporting."""
+        """Stop the reporting."""
         if self._reporting is not None:
             self._reporting.cancel()
             await asyncio.wait({self._reporting})
 
     async def serves(self) -> bool:
-        """Record that requests are served. Return whether the fleet is ready, that is, whether its controller answers too."""
+        """Record that requests are served. Return whether the fleet is ready.
+
+        The fleet is ready if its controller also answers, with the position of a projector, or after `status_s` seconds in any
+        case.
+        """
         now = time.monotonic()
         self._serving_since = self._serving_since or now
         status = await self._ask()
@@ -125,12 +132,15 @@ class ReadinessWatch:
         return now - self._serving_since > self._times.status_s
 
     async def verdict(self) -> str:
-        """Return a text about the workers that are missing in a fleet that did not become ready in time."""
+        """Return a text about the missing workers of a fleet that did not become ready in time."""
         await self.look()
         return "; ".join(lines(self._missing)) or "a worker is ready, but no frontend reaches it"
 
     async def look(self) -> None:
-        """Update the missing workers from the status."""
+        """Update the missing workers from the fleet's status.
+
+        If the controller does not answer, keep the last result. Without a last result, all workers count as missing.
+        """
         status = await self._ask()
         if status is not None:
             self._update(status)
@@ -138,7 +148,7 @@ class ReadinessWatch:
             self._missing = dict.fromkeys(self._names, UNASKED)
 
     def report(self) -> None:
-        """Print the missing workers. When none is missing any more, print that once."""
+        """Print the missing workers. When no worker is missing any more, print that once."""
         before, self._reported = self._reported, list(lines(self._missing))
         if self._reported != before or not self.late:
             for line in self._reported:
@@ -164,8 +174,12 @@ NAMED_MAX = 3  # workers named per line; the others with the same reason are cou
 
 
 def absent(names: Sequence[str], status: JsonView, *, outside: bool) -> dict[str, str]:
-    """Return those of these workers that neither serve requests nor are ready spares, each with the reason. `outside`: only
-    workers that wait for something outside of the fleet, because the fleet handles all other causes itself."""
+    """Return the missing workers among `names`, each with the reason. A worker is missing if it neither serves requests nor is
+    a ready spare.
+
+    With `outside`, return only workers that wait for something outside of the fleet, because the fleet handles all other causes
+    itself.
+    """
     known = {worker["id"]: worker for worker in status["workers"]}
     waiting = {one["id"]: str(one["reason"]) for one in status.get("awaited", ())}
     found: dict[str, str] = {}
@@ -178,7 +192,7 @@ def absent(names: Sequence[str], status: JsonView, *, outside: bool) -> dict[str
 
 
 def _why_not(worker: JsonView | None) -> str:
-    """Return why a worker serves no requests, or "" if it does."""
+    """Return why a worker does not serve requests. Return an empty string if it does, or is a ready spare."""
     if worker is None:
         return "its process has not reported yet"
     why = [reason for reason in worker.get("reasons") or () if reason != SPARE]
@@ -188,7 +202,7 @@ def _why_not(worker: JsonView | None) -> str:
 
 
 def lines(missing: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line per reason, with the workers to which it applies."""
+    """Yield one line per reason, with the workers to which the reason applies."""
     alike: dict[str, list[str]] = {}
     for name, why in missing.items():
         alike.setdefault(why, []).append(name)

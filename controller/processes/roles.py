@@ -20,12 +20,14 @@ REQUIRES_DATABASE = ("projector", "planner")
 MODULES = {
     "planner": "planning.planner",
     "notifier": "notifying.notifier",
-}  # modules that are not named after the role
+}  # modules that do not have the name of the role
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the role that is the parser's command."""
-    gc.set_threshold(*COLLECT_AT)  # objects of the following imports are never freed
+    """Add the flags of the role to the parser. The role is the parser's command."""
+    gc.set_threshold(
+        *COLLECT_AT
+    )  # collect rarely, because the objects of the following imports are never freed
     role = parser.get_default("command")
     parser.add_argument("--name", default=role, help=f"name of this process (default: {role})")
     parser.add_argument(
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a role until it ends. Raise BadSetting, or what the role's process raises."""
+    """Run a role until it ends, and return the exit code. Raise BadSetting, or what the role's process raises."""
     from controller import logs
     from events.fleet_key import FleetKey
 
@@ -93,7 +95,7 @@ def _run(work: object) -> int:
 
 
 def _first(group: BaseExceptionGroup[HoldfastError]) -> HoldfastError:
-    """Return the first error of a group, at any depth."""
+    """Return the first error of an exception group, at any depth."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

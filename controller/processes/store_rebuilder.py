@@ -1,7 +1,7 @@
 """Rebuilds the state store from the journal when the projector reports missing rows or tables.
 
-The projector, which may only write rows, exits with a finding. `up`, which has the owner's URL, then rebuilds the store and
-starts the projector again.
+The projector may only write rows. If rows or tables are missing, it exits with a finding (exit code 3). Then `up`, which has
+the database owner's URL, rebuilds the store and starts the projector again.
 """
 
 import asyncio
@@ -21,17 +21,20 @@ FINDING = 3
 
 
 class StoreRebuilder:
-    """Rebuilds one fleet's store whenever its projector finds that rows are missing."""
+    """Rebuilds the state store of one fleet whenever its projector exits because rows are missing."""
 
     def __init__(self, data: Path, rebuild: Callable[[Path], Awaitable[str]] | None = None) -> None:
         self._data = data
         self._rebuild = rebuild or _rebuild
-        self._began: deque[float] = deque(maxlen=OFTEN)  # by the loop's clock
+        self._began: deque[float] = deque(
+            maxlen=OFTEN
+        )  # start times of the last rebuilds, by the event loop's clock
         self._task: asyncio.Task[None] | None = None
         self._reported = ""
 
     def ended(self, child: Child, status: int) -> None:
-        """Handle the end of a process. A projector that has found missing rows is restarted only after the rebuild."""
+        """Handle the end of a process. If a projector ended because rows are missing, rebuild the store before the projector
+        is restarted."""
         if child.role != "projector" or status != FINDING or self._task is not None:
             return
         child.restart = False
@@ -56,7 +59,8 @@ class StoreRebuilder:
             self._task = None
 
     async def _limit_rate(self) -> None:
-        """Wait if the store has been rebuilt repeatedly: something deletes it, or wrongly reports it as lost."""
+        """Wait if the store was rebuilt three times within 600 s, because then something deletes the store or wrongly
+        reports it as lost."""
         now = asyncio.get_running_loop().time()
         if len(self._began) == OFTEN and (wait_s := self._began[0] + OFTEN_S - now) > 0:
             warn(f"the state store was lost {OFTEN} times; the next rebuild starts in {wait_s:.0f} s")
@@ -71,7 +75,7 @@ class StoreRebuilder:
 
 
 async def _rebuild(data: Path) -> str:
-    """Run `holdfast replay rebuild`. Return its output. Raise Finding with its reason."""
+    """Run `holdfast replay rebuild` and return the first line of its output. Raise Finding with its error if it fails."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "controller.cli", "replay", "rebuild", "--data", str(data)),
         stdin=asyncio.subprocess.DEVNULL,

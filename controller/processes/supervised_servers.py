@@ -1,7 +1,7 @@
-"""A fleet's supervised servers (broker, database, Prometheus): each is restarted whenever it ends.
+"""Supervises a fleet's servers (broker, database, Prometheus), and restarts each server that ends.
 
-The fleet keeps serving without these servers. One that cannot be restarted (full disk, port taken) is reported and retried; it
-never ends the fleet, and never blocks the supervision of the rest.
+The fleet serves requests even without these servers. A server that cannot be restarted (full disk, port taken) is reported and
+retried. It never ends the fleet, and never blocks the supervision of the other processes.
 """
 
 import asyncio
@@ -44,16 +44,16 @@ Start = Callable[[int], Coroutine[object, object, EmbeddedServer]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingPolicy:
-    """Intervals of checks and restarts, in seconds."""
+    """Intervals of the checks and restarts of a server, in seconds."""
 
     look_s: float = 0.05
-    looks_per_checkup: int = 40  # one check in so many also tests whether a running server is stuck
-    wait_min_s: float = 0.2  # delay between two attempts to start it; doubles after each failure
+    looks_per_checkup: int = 40  # every 40th check also tests whether a running server is stuck
+    wait_min_s: float = 0.2  # delay between two attempts to start a server; doubles after each failure
     wait_max_s: float = 10.0
 
 
 class KeptServer:
-    """One embedded server across restarts."""
+    """Keeps one embedded server running: starts it again whenever it ends or is stuck."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class KeptServer:
 
     @property
     def log(self) -> Path | None:
-        """The log of the server; None before its first start."""
+        """The log file of the server, or None before its first start."""
         return self._server.log if self._server is not None else None
 
     async def begin(self) -> EmbeddedServer:
-        """Start the server for the first time, and supervise it from now on. Raise ServerFailed."""
+        """Start the server for the first time, and supervise it from then on. Raise ServerFailed."""
         server = self._server = await self._start(0)
         self._announce(server)
         self._keeping = asyncio.create_task(self._keep(server), name=f"keep-{server.role}")
         return server
 
     def check(self) -> None:
-        """Raise the error that ended the supervision, if any."""
+        """Raise the error that ended the supervision. Do nothing if the supervision runs."""
         if self._keeping is not None and self._keeping.done():
             self._keeping.result()
 
@@ -93,7 +93,7 @@ class KeptServer:
             self._announce(server)
 
     async def _end_of(self, server: EmbeddedServer) -> None:
-        """Wait until the server has ended, or stop it if it is stuck."""
+        """Wait until the server has ended. If the server is stuck, stop it."""
         for look in itertools.count(1):
             await asyncio.sleep(self._policy.look_s)
             if not server.running:
@@ -104,14 +104,14 @@ class KeptServer:
                 return None
 
     async def _again(self, server: EmbeddedServer) -> EmbeddedServer:
-        """Start the server on its old port, which the kernel may free only after a moment."""
+        """Start the server on its old port, and retry until this succeeds, because the kernel may free the port only later."""
         wait_s, failures = self._policy.wait_min_s, 0
         while True:
             try:
                 return await self._start(server.port)
             except (HoldfastError, OSError) as error:
                 failures += 1
-                if failures > 1:  # the first failure may only be the port
+                if failures > 1:  # the first failure may only mean that the port is not free yet
                     warn(f"{server.role} does not start: {error}")
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2, self._policy.wait_max_s)
@@ -129,13 +129,14 @@ LOOK_EVERY_S = 2.0
 
 
 class FleetBroker:
-    """The broker of a fleet: the embedded one with its users and permissions, or an external one.
+    """The broker of a fleet: an embedded broker with its users and permissions, or an external one.
 
-    The embedded broker has a user for each role and for each worker process, authenticated by nkeys. Their seeds are in
-    DIR/secrets/nats. A process that joins later writes its own seed there and is admitted a moment later. The broker's refusals
-    are reported on the console and on the journal. An external broker has the users that its operator configured.
+    The embedded broker has a user for each role and for each worker process. The users authenticate by nkeys, which have their
+    seeds in DIR/secrets/nats. A process that joins later writes its own seed there, and the broker accepts it soon after. What
+    the broker refuses is reported on the terminal and on the journal. An external broker has the users that its operator
+    configured.
 
-    `url` is set once it has started; each process derives its own user from it.
+    `url` is set when the broker has started. Each process derives its own user from this URL.
     """
 
     def __init__(
@@ -159,8 +160,11 @@ class FleetBroker:
         self.server = KeptServer(self._start, self._began, Stuck())
 
     async def begin(self, processes: Iterable[str]) -> None:
-        """Start the embedded server with users for all roles and for these worker processes, or check that the external one
-        answers. Raise ServerFailed, Unreachable, BadSetting or OSError."""
+        """Start the embedded broker with users for all roles and for these worker processes. For an external broker, check that
+        it answers.
+
+        Raise ServerFailed, Unreachable, BadSetting or OSError.
+        """
         if not self._embedded:
             await reachable(self.url)
             return
@@ -168,13 +172,15 @@ class FleetBroker:
         self.url = with_keys((await self.server.begin()).url, self._users.folder)
 
     def admit(self, process: str) -> None:
-        """Create the user of one more worker process, before it starts. Raise OSError or what `written` raises."""
+        """Create the broker user of one more worker process, before the process starts. Raise OSError or what `written`
+        raises."""
         if self._embedded:
             self._users.make((process,))
             self._reload_users()
 
     def hear(self, fact: Fact) -> None:
-        """Withdraw the account of a sender that is to be ejected. Its successor gets a new seed through `admit`."""
+        """If the fact ejects a sender, withdraw the sender's broker account. A process that replaces it gets a new seed by
+        `admit`."""
         if self._embedded and isinstance(fact, IntrusionRefused) and fact.eject and workers_of(fact.who):
             for user in self._users.withdraw(fact.who, fact.worker):
                 warn(f"withdrew the broker account of {user}: it tried to {fact.tried}")
@@ -188,13 +194,15 @@ class FleetBroker:
     def _began(self, server: EmbeddedServer) -> None:
         self._running = server
         with contextlib.suppress(OSError):
-            self._log.news(server)  # refusals are reported from here on
+            self._log.news(server)  # refusals are reported from this position of the log on
         self._users.admitted()
         self._present(server)
 
     def check(self) -> None:
-        """Admit users that were added since the last call, and report refusals. Raise the error that ended the supervision of
-        the server, if any."""
+        """Let the broker accept users that were added since the last call, and report what it refused.
+
+        Raise the error that ended the supervision of the server. Call this often.
+        """
         self.server.check()
         if self._running is None or not self._running.running:
             return
@@ -204,20 +212,20 @@ class FleetBroker:
             self._report_refusals(self._running)
 
     def _reload_users(self) -> None:
-        """Reload the server's configuration if users have changed."""
+        """Make the server reload its configuration if users have changed."""
         if self._running is not None and self._users.changed():
             reload_users(self._running, self._users.written())
             self._users.admitted()
 
     def _report_refusals(self, server: EmbeddedServer) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the next call reads the log again
+        with contextlib.suppress(OSError):  # the log cannot be read: the next call tries again
             if REFUSAL in (news := self._log.news(server)):
                 for one in refusals(news, self._users.names_by_key()):
                     warn(f"the broker refused {one.client} {one.times} times; first attempt: to {one.tried}")
                     self._tell(IntrusionRefused(who=one.client, tried=one.tried, times=one.times))
 
     async def stop(self) -> None:
-        """Stop the embedded server gracefully."""
+        """Stop the embedded broker gracefully. Does nothing for an external broker."""
         await self.server.stop()
 
 
@@ -225,13 +233,14 @@ VARIABLE = "HOLDFAST_DATABASE_URL"
 
 
 class FleetDatabase:
-    """The database of a fleet, embedded or external, and the URL that each process gets.
+    """The database of a fleet, embedded or external, and the database URL of each process.
 
         owner    migrations and rebuilds; no long-running process has it
         writer   the projector
-        reader   controllers and frontends; `holdfast database reader` prints it
+        reader   controllers, frontends and planners; `holdfast database reader` prints it
 
-    An external database has one account for everything: the one in its URL.
+    The list shows the database accounts and which process uses them. An external database has one account for all: the one in
+    its URL.
     """
 
     def __init__(self, directory: FleetDir, url: str, present: Callable[[EmbeddedServer], None]) -> None:
@@ -242,7 +251,7 @@ class FleetDatabase:
         self.server = KeptServer(self._start, present)
 
     async def begin(self) -> None:
-        """Start the embedded server, unless the database is external. Raise ServerFailed."""
+        """Start the embedded database. Does nothing if the database is external. Raise ServerFailed."""
         if self.embedded:
             server = await self.server.begin()
             assert self._accounts is not None
@@ -254,11 +263,12 @@ class FleetDatabase:
         return await start_postgres(self._directory.postgres, port=port, accounts=self._accounts)
 
     def known(self) -> dict[str, str]:
-        """Return the database URLs for the fleet's other commands: the reader's, and the owner's for a rebuild."""
+        """Return the database URLs that the fleet's other commands use: the reader's, and the owner's for a rebuild."""
         return {"database_url": self.urls.reader, "database_owner_url": self.urls.owner}
 
     def environment(self, role: str) -> dict[str, str]:
-        """Return the environment of a role's process. An empty value keeps it from inheriting ours."""
+        """Return the environment variable with the database URL of a role. It is empty for other roles, so that they do not
+        inherit `up`'s value."""
         url_of = {
             "projector": self.urls.writer,
             **dict.fromkeys(("controller", "frontend", "planner"), self.urls.reader),
@@ -266,21 +276,27 @@ class FleetDatabase:
         return {VARIABLE: url_of.get(role, "")}
 
     async def migrate(self) -> tuple[int, str] | None:
-        """Migrate the schema in a child process, to keep its imports out of this one. Raise HoldfastError.
+        """Migrate the schema in a child process, so that this process need not import what the migration needs. Raise
+        HoldfastError.
 
-        Return the last event that the database has folded, as a stream sequence and ce-id; None if there is none."""
+        Return the last event that the database has folded, as a stream sequence and a ce-id. Return None if it has folded no
+        event.
+        """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            # not an argument, which `ps` would show to all users
+            # not passed as an argument, because `ps` shows arguments to all users
             env={**os.environ, VARIABLE: self.urls.owner},
             preexec_fn=die_with(os.getpid()),
         )
         try:
-            output, errors = await process.communicate()  # the child has its own deadline
+            (
+                output,
+                errors,
+            ) = await process.communicate()  # no timeout is needed, because the child has its own deadline
         finally:
-            if process.returncode is None:  # cancelled: no caller waits for it
+            if process.returncode is None:  # this call was cancelled, so no caller waits for the child
                 process.kill()
         if process.returncode:
             raise HoldfastError(
@@ -290,18 +306,18 @@ class FleetDatabase:
         return (place[0], place[1]) if place else None
 
     async def put_aside(self, name: str) -> None:
-        """Rename the schema, so that its rows stay readable, and create a new one. Raise HoldfastError."""
+        """Rename the schema to `name`, so that its rows stay readable, and create a new schema. Raise HoldfastError."""
         from controller.adapters.postgres.migrate import rename
 
         await rename(self.urls.owner, name)
         await self.migrate()
 
     def check(self) -> None:
-        """Raise the error that ended the supervision of the server, if any."""
+        """Raise the error that ended the supervision of the server. Do nothing if the supervision runs."""
         self.server.check()
 
     async def stop(self) -> None:
-        """Stop the embedded server gracefully."""
+        """Stop the embedded database gracefully. Does nothing for an external database."""
         await self.server.stop()
 
 
@@ -309,10 +325,10 @@ WRITE_EVERY_S = 2.0
 
 
 class FleetPrometheus:
-    """The Prometheus of `holdfast up --observability`: scrapes every process and loads alert rules.
+    """The Prometheus server of `holdfast up --observability`, which scrapes every process and loads alert rules.
 
-    It reads its targets from a file that is rewritten when processes start or stop. The fleet does not depend on it: if it is
-    not installed or does not start, that is reported and has no other effect.
+    Prometheus reads its targets from a file, which is rewritten when processes start or stop. The fleet does not depend on
+    Prometheus. If it is not installed or does not start, that is reported and has no other effect.
     """
 
     def __init__(self, data: Path, announce: Callable[[EmbeddedServer], None]) -> None:
@@ -325,7 +341,7 @@ class FleetPrometheus:
         self._write_at = 0.0  # monotonic seconds
 
     async def begin(self) -> None:
-        """Start the server and supervise it from now on. Report a failure on the console."""
+        """Start the server and supervise it from then on. If it does not start, print the reason."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write()
@@ -342,7 +358,7 @@ class FleetPrometheus:
         return await start_prometheus(self._folder, config, port=port)
 
     def tend(self) -> None:
-        """Update its targets. Raise the error that ended its supervision."""
+        """Update the file of targets every 2 s. Raise the error that ended the supervision of the server."""
         if not self._begun:
             return
         self.server.check()
@@ -363,5 +379,5 @@ class FleetPrometheus:
         self._written = groups
 
     async def stop(self) -> None:
-        """Stop the embedded server gracefully."""
+        """Stop the server gracefully. Does nothing if it was not started."""
         await self.server.stop()

@@ -1,10 +1,10 @@
-"""`holdfast up`: runs a whole fleet. Starts parts in order, restarts what dies, stops in order.
+"""`holdfast up`: starts the parts of a fleet in order, restarts those that die, stops all in order.
 
     broker ─┬─▶ workers, frontends, controller, notifier    (none of them waits for the database)
             └─▶ database ─▶ migrations ─▶ projector
 
-Parts start concurrently where possible. A part that dies is restarted on the same address. The supervisor, which receives the
-exit status, records the death of a worker on the journal.
+The arrows show the order of the start. Parts start concurrently where possible. A part that dies is restarted on the same
+address. The supervisor receives the exit status of a worker that died, and records its death on the journal.
 """
 
 import argparse
@@ -44,19 +44,19 @@ TRIM_EVERY_S = 10.0
 REAP_EVERY_S = 1.0
 FOLLOW_AGAIN_S = 1.0
 STOP_GRACE_S = 10.0
-CLOSE_S = 3.0  # extra time of a frontend after its grace
+CLOSE_S = 3.0  # extra time for a frontend to close after its grace period
 LIVES_BEFORE_GIVING_UP = 5  # maximum starts of one part while the fleet has never been ready
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a fleet until it is stopped."""
+    """Run a fleet until it is stopped, and return the exit code."""
     check(args)
     descriptors.require(len(names(args) + spare_names(args)) + descriptors.SPARE, "start fewer workers")
     return asyncio.run(FleetSupervisor(args).run())
 
 
 class FleetSupervisor:
-    """The supervisor of one fleet on one machine."""
+    """Supervises all processes of one fleet on this machine."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -96,7 +96,7 @@ class FleetSupervisor:
         return as_user(self.broker.url, "supervisor")
 
     async def run(self) -> int:
-        """Start the fleet, supervise it and stop it. Return 0 after an orderly stop."""
+        """Start the fleet, supervise it until it is stopped, and stop its processes. Return 0 after an orderly stop."""
         began = time.monotonic()
         with hold(self.args.host, self.args.port):
             self.dir.take()
@@ -127,7 +127,7 @@ class FleetSupervisor:
         await self._until_ready(began)
 
     async def _unless_stopped(self, work: Coroutine[object, object, None]) -> None:
-        """Run `work`, but cancel it at Ctrl-C: a database that does not answer must not block the terminal."""
+        """Run `work`, and cancel it if the fleet is stopped. So a database that does not answer does not block Ctrl-C."""
         doing = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stopping.wait())
         await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ class FleetSupervisor:
             self._remember()
             if self.args.accept_journal:
                 await self._accept_journal(await database)
-            await self._open_journal()  # creates the stream, which few other processes may do
+            await self._open_journal()  # creates the stream, because few other processes may create it
             self.children += planned
             for child in self.children:
                 self._spawn(child)
@@ -161,7 +161,7 @@ class FleetSupervisor:
             self._add(child)
 
     def _remember(self) -> None:
-        """Store the fleet's addresses, each as soon as it is known."""
+        """Store the fleet's addresses for other commands. Called whenever another address is known."""
         self.dir.remember(
             url=self.url,
             nats_url=self.broker.url,
@@ -185,14 +185,16 @@ class FleetSupervisor:
         """Raise JournalLost if the database has folded another journal."""
         from controller.processes import journal_recovery
 
-        if not self.args.accept_journal:  # otherwise the projection of another journal was set aside
+        if (
+            not self.args.accept_journal
+        ):  # with --accept-journal, the projection of another journal was set aside before
             await journal_recovery.refuse_lost(self.journal, self.dir.spools, place)
 
     def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
 
     def _add(self, child: Child) -> None:
-        """Start one more process, and keep it running from now on."""
+        """Start one more process, and restart it from now on whenever it ends."""
         if child.role == "worker":
             self.broker.admit(worker_user(child.name, child.workers))
         self.children.append(child)
@@ -203,7 +205,9 @@ class FleetSupervisor:
         servers |= self.database.environment(child.role)
         try:
             child.start({**servers, **self.exits.begins(child)})
-        except OSError as error:  # no process, memory or disk space: retried after the back-off
+        except (
+            OSError
+        ) as error:  # no process, memory or disk space is free; the start is retried after the back-off
             if not self.ready:
                 raise HoldfastError(f"cannot start {child.name}: {error}") from error
             child.rest()
@@ -216,12 +220,13 @@ class FleetSupervisor:
         self.watch = journal_recovery.JournalWatch(self.journal)
         after: int | None = None
         with contextlib.suppress(JournalUnavailable):
-            # before a worker of this fleet joins, so that no join is missed
+            # read before a worker of this fleet joins, so that no join is missed
             after = await self.journal.last_seq()
         self._following = asyncio.create_task(self._follow(after))
 
     async def _follow(self, after: int | None) -> None:
-        """Follow the journal after this sequence, or from its end: proposals, refusals, and workers that are declared dead."""
+        """Follow the journal after the sequence `after`, or from its end. React to scaling proposals, ejected senders and
+        dead workers."""
         why = ""
         while True:
             try:
@@ -262,7 +267,7 @@ class FleetSupervisor:
     # --- watching ---------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        if self.ready:  # not if it was stopped while starting
+        if self.ready:  # False if the fleet was stopped while it started
             from controller.processes.journal_recovery import JournalBounding
 
             self.bounding = JournalBounding(self.journal, journal_bounds(self.args))
@@ -279,7 +284,7 @@ class FleetSupervisor:
                 await asyncio.wait_for(self.stopping.wait(), POLL_S)
 
     def _check_parts(self) -> None:
-        """Handle processes that have ended, and start those that are due."""
+        """Handle processes that have ended, and start processes that are due to be started."""
         self.scaling.tend(time.monotonic())
         for child in list(self.children):
             status = child.ended()
@@ -295,14 +300,14 @@ class FleetSupervisor:
         self.readiness.check()
 
     def _trim(self) -> None:
-        """Rotate the logs of all processes that exceed their limit."""
+        """Truncate the log of each process and server that exceeds 32 MiB."""
         kept = (self.broker.server, self.database.server, self.prometheus.server)
         servers = [log for server in kept if (log := server.log) is not None]
         for log in (*(child.log for child in list(self.children)), *servers):
             trim(log)
 
     def _ended(self, child: Child, status: int) -> None:
-        if not child.restart:  # it was scaled down
+        if not child.restart:  # the process was stopped by scaling
             say(self.scaling.left(child, status))
             return self.exits.ended(child, status)
         self._check_start(child, status)
@@ -315,12 +320,12 @@ class FleetSupervisor:
             self.journal.observe(fact)
 
     def _check_start(self, child: Child, status: int) -> None:
-        """Give up if the fleet was never ready and one of its parts cannot start."""
+        """Raise an error if the fleet has never been ready and a part of it cannot start."""
         mistaken = status == USAGE  # a retry would not help
         if self.ready:
             return
         words = child.last_words().removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
-        if QUARANTINE in words:  # the operator's decision needs the running broker
+        if QUARANTINE in words:  # keep running, because the operator needs the broker to quarantine the event
             self.readiness.wait_for_decision(words)
             return
         if not (mistaken or child.lives >= LIVES_BEFORE_GIVING_UP):
@@ -331,7 +336,7 @@ class FleetSupervisor:
     # --- stopping ---------------------------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
-        """Stop in order: frontends first, then workers, controllers, projector and servers."""
+        """Stop in order: first the planner and the frontends, then workers, controllers, notifier, projector and servers."""
         await self.readiness.end()
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")

@@ -1,4 +1,4 @@
-"""Checks of the flags of `holdfast up`: combinations, and values that its processes would reject."""
+"""Checks the flags of `holdfast up`: contradictions, and values that its processes would reject."""
 
 import argparse
 import errno
@@ -26,7 +26,7 @@ from events.process.key_file import read_key
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError if the flags contradict one another."""
+    """Raise UsageError or BadSetting if the flags contradict one another or have invalid values."""
     check_frontend_flags(args)
     check_deadline_tiers(args, check_front_port(args))
     journal_bounds(args)
@@ -92,8 +92,10 @@ def _key_conflicts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_front_port(args: argparse.Namespace) -> FrontendSettings:
-    """Return the frontends' settings from flags and environment. Raise BadSetting if the port is open to other hosts without API
-    keys, or if a key file or certificate cannot be used."""
+    """Return the frontends' settings from flags and environment.
+
+    Raise BadSetting if the port is open to other hosts without API keys, or if a key file or certificate cannot be used.
+    """
     variables = {name: value for name, value in os.environ.items() if name.startswith(f"{PREFIX}FRONTEND__")}
     variables |= frontend_variables(args) | {f"{PREFIX}FRONTEND__HOST": args.host}
     settings = gather(FrontendSettings, "frontend", {}, variables)
@@ -106,7 +108,7 @@ def check_front_port(args: argparse.Namespace) -> FrontendSettings:
 
 
 def check_deadline_tiers(args: argparse.Namespace, settings: FrontendSettings) -> None:
-    """Raise UsageError for a deadline of an unknown tier, which no request would ever get."""
+    """Raise UsageError if a deadline is set for an unknown tier, because no request would ever get it."""
     tiers = tier_names(args, os.environ)
     if odd := [tier for tier in settings.ttft_deadlines if tiers is not None and tier not in tiers]:
         raise UsageError(f"--ttft-deadlines: unknown tier {odd[0]!r}; the tiers are {', '.join(tiers or ())}")
@@ -125,9 +127,9 @@ class PortTaken(HoldfastError):
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """Return a socket that, while open, keeps any other `holdfast up` off this port. Raise PortTaken or HoldfastError.
+    """Return a socket that keeps any other `holdfast up` off this port while it is open. Raise PortTaken or HoldfastError.
 
-    The kernel would let two fleets share the port of their frontends.
+    The socket is needed because the kernel would let two fleets share the port of their frontends.
     """
     held = _name(host, port)
     try:
@@ -141,7 +143,10 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def _name(host: str, port: int) -> socket.socket:
-    """Bind a name for the port in Linux's abstract namespace: a name has one owner, and is freed when the owner dies."""
+    """Return a socket that is bound to a name for the port in Linux's abstract namespace.
+
+    Only one process can bind a name, and the kernel frees the name when that process ends.
+    """
     held = socket.socket(socket.AF_UNIX)
     if sys.platform == "linux":
         try:

@@ -18,7 +18,7 @@ from events.journal.retention import JournalBounds
 
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
-ROUTER = "router"  # the section of a frontend's settings that `up` has flags for
+ROUTER = "router"  # the section of a frontend's settings for which `up` has flags
 OWN = (
     "migration_limit", "migration_max_seq_len", "on_corruption", "admission_control", "active_decode_blocks_threshold",
     "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code", "ttft_deadlines",
@@ -51,7 +51,7 @@ def _spares(text: str) -> int | str:
 
 
 def spares(args: argparse.Namespace, workers: int) -> int:
-    """Return the number of spares of a fleet with this number of workers."""
+    """Return the number of spares for a fleet with this number of workers."""
     if args.spares != AUTO:
         return int(args.spares)
     given = args.spare_threshold
@@ -139,7 +139,7 @@ SETTINGS: Mapping[str, str] = {
     "--chaos": "controller.chaos",
 }
 """The settings that flags of another name set. --planner-mode is none of them: `off` is no mode of a planner."""
-TRUE = ("1", "true", "yes", "on", "y", "t")  # as pydantic reads them
+TRUE = ("1", "true", "yes", "on", "y", "t")  # the texts that pydantic reads as true
 
 ACCEPT = "continue with the journal as it is, although this directory or its database remembers another one"
 CHAOS = "allow `holdfast chaos`, for rehearsals only, never in production"
@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(action: argparse.Action) -> str | None:
-    """Return the setting that does the same as a flag of `up`. None if there is none."""
+    """Return the name of the setting that a flag of `up` sets, or None if the flag sets no setting."""
     if action.dest in OWN or action.dest.startswith(f"{ROUTER}."):
         return f"frontend.{action.dest}"
     return f"controller.{action.dest}" if "." in action.dest else SETTINGS.get(action.option_strings[0])
@@ -175,14 +175,15 @@ def flags_by_key(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
-    """Add the flags of a frontend's router: all of them, or `only` some."""
+    """Add the flags of a frontend's router: all of them, or those named in `only`."""
     add_flags(
         parser, FrontendSettings, only=[f"{ROUTER}.{name}" for name in only or RouterSettings.model_fields]
     )
 
 
 def controller_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the flags of the journal's bounds and of the ladder as variables of the controllers. Raise UsageError."""
+    """Return the flags of the journal's bounds and of the degradation ladder as environment variables of the controllers.
+    Raise UsageError."""
     return as_variables("controller", JournalSection, vars(args)) | ladder_variables(args, os.environ)
 
 
@@ -194,15 +195,15 @@ def journal_bounds(args: argparse.Namespace) -> JournalBounds:
 
 
 def ready_timeout_s(args: argparse.Namespace) -> float:
-    """Return the timeout until a first worker is ready, in seconds."""
+    """Return the timeout in seconds until the first worker must be ready."""
     return float(args.ready_timeout or (PATIENT_S if args.engine in PATIENT else READY_S))
 
 
 def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the flags of frontends as environment variables."""
+    """Return the values of the frontends' flags as environment variables."""
     own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in OWN)
     given = {place: getattr(args, place) for place in own}
-    # in `route`, --model is a model's name
+    # in the command `route`, --model is the name of a model and not a folder
     folders = [str(args.model.resolve())] if isinstance(args.model, Path) else []
     folders += [given["model_folders"]] if given.get("model_folders") else []
     given["model_folders"] = ",".join(folders) or None
@@ -210,5 +211,5 @@ def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
 
 
 def check_frontend_flags(args: argparse.Namespace) -> None:
-    """Raise BadSetting for a value that frontends would reject."""
+    """Raise BadSetting if a flag has a value that frontends would reject."""
     gather(FrontendSettings, "frontend", {}, frontend_variables(args))

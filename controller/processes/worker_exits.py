@@ -2,8 +2,9 @@
 
     runs ── the journal declares it DEAD ──▶ SIGTERM, SIGCONT ── still running after GRACE_S ──▶ SIGKILL ──▶ ended, restarted
 
-DEAD is final: no process sends such a worker a request again. A suspended process (SIGSTOP) continues at the SIGCONT, handles the
-SIGTERM and ends in order. A process that hangs permanently does not, and is killed.
+The arrows show what happens to a worker process. DEAD is final: no process sends a request to such an instance again. A
+suspended process (SIGSTOP) continues at the SIGCONT, handles the SIGTERM and ends in order. A process that hangs permanently
+does not end, and is killed.
 """
 
 import signal
@@ -17,11 +18,12 @@ from events.fact import Fact
 from events.observations import WorkerJoined, WorkerLeft
 from workers.exits import FAILED
 
-GRACE_S = 5.0  # time for a worker's cleanup, or to abort
+GRACE_S = 5.0  # time for a worker to clean up or abort
 
 
 def exit_fact(worker: str, instance: str, status: int) -> WorkerLeft | None:
-    """Return the fact to record for a worker that ended, or None if the worker has recorded it itself."""
+    """Return the fact to record for a worker that ended with this status. Return None if the worker has recorded its exit
+    itself."""
     if status in (0, FAILED):
         return None
     mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
@@ -29,7 +31,7 @@ def exit_fact(worker: str, instance: str, status: int) -> WorkerLeft | None:
 
 
 def lives(child: Child, instance: str) -> list[tuple[str, str]]:
-    """Return the workers of a process with their first instances; `workers.worker_group` assigns the instances of successors."""
+    """Return each worker of a process with its first instance. Later instances are assigned by `workers.worker_group`."""
     if child.workers == 1:
         return [(child.name, instance)]
     first = int(child.name.removeprefix("w"))
@@ -45,10 +47,13 @@ class WorkerExits:
             str, dict[str, str]
         ] = {}  # worker process -> its workers -> their current instances
         self._dead: dict[str, str] = {}  # instance -> why it was declared dead
-        self._ending: dict[str, float] = {}  # worker process -> deadline for ending by itself, monotonic
+        self._ending: dict[
+            str, float
+        ] = {}  # worker process -> deadline for ending by itself, in monotonic seconds
 
     def begins(self, child: Child) -> Mapping[str, str]:
-        """Return the environment variables that identify the instances of a process that is about to start."""
+        """Return the environment variables that set the instance of a process that is about to start. Empty if it is not a
+        worker process."""
         if child.role != "worker":
             return {}
         instance = new_id()
@@ -57,7 +62,7 @@ class WorkerExits:
         return {"HOLDFAST_WORKER_INSTANCE": instance}
 
     def ended(self, child: Child, status: int) -> None:
-        """Record which workers left with a process that ended with this subprocess exit status."""
+        """Record which workers left because a process ended with this subprocess exit status."""
         if child.role == "worker":
             for worker, instance in self._lives[child.name].items():
                 if fact := exit_fact(worker, instance, status):
@@ -65,9 +70,12 @@ class WorkerExits:
             self._forget(child)
 
     def hear(self, fact: Fact, children: Mapping[int, str]) -> None:
-        """Update the state with a fact of the journal. `children`: the worker processes by pid."""
+        """Update instances and dead workers with a fact of the journal. `children` has the names of the fleet's processes by
+        pid."""
         match fact:
-            case WorkerJoined() if fact.pid in children:  # a worker of `workers.worker_group` has a successor
+            case WorkerJoined() if (
+                fact.pid in children
+            ):  # a worker of `workers.worker_group` has got a new instance
                 own = self._lives.get(children[fact.pid], {})
                 if fact.worker in own:
                     self._dead.pop(own[fact.worker], None)
@@ -79,8 +87,10 @@ class WorkerExits:
                 pass
 
     def carry_out(self, child: Child, now: float) -> str:
-        """End a running process if all of its workers were declared dead. Return a line for the console, or "". `now`:
-        monotonic seconds."""
+        """End a running process if all of its workers were declared dead, at first by SIGTERM and after GRACE_S by SIGKILL.
+
+        Return a line for the terminal, or "" if no signal was sent. `now` is in monotonic seconds.
+        """
         own = self._lives.get(child.name)
         if child.pid is None or not own or not all(instance in self._dead for instance in own.values()):
             return ""
@@ -89,7 +99,7 @@ class WorkerExits:
             self._ending[child.name] = now + GRACE_S
             reasons = {self._dead[instance] for instance in own.values()}
             if all(reason.startswith("left") for reason in reasons):
-                return ""  # it reported its exit and is about to end
+                return ""  # the process reported its exit and is about to end
             for number in (signal.SIGTERM, signal.SIGCONT):
                 child.signal(number)
             return f"{child.name} was declared dead ({', '.join(sorted(reasons))}), but its process is running: ending it"

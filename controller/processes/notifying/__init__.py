@@ -1,1 +1,1 @@
-"""The notifier process, and the flags of `holdfast up` for it."""
+"""The notifier process, and the flags of `holdfast up` for webhooks."""

@@ -1,4 +1,4 @@
-"""The notifier process: one delivery per webhook, the broker connection, and a small admin port."""
+"""The notifier process: runs one delivery per webhook, a broker connection and a small admin port."""
 
 import asyncio
 import signal
@@ -24,13 +24,14 @@ from events.nats.connection import BrokerConnection
 from events.process import presence
 from events.versions import Known
 
-LEAVE_S = 9.0  # `up` waits for 10 s
+LEAVE_S = 9.0  # shorter than the 10 s for which `up` waits
 
 
 async def run_notifier(
     settings: NotifierSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Deliver until SIGTERM (exit 0). Raise HoldfastError if an operator must act, with the reason."""
+    """Deliver events to webhooks until SIGTERM, and return the exit code 0. Raise HoldfastError, with the reason, if an
+    operator must act."""
     settings.check()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -78,7 +79,7 @@ def _render(deliveries: list[Delivery], registry: CollectorRegistry) -> bytes:
 
 
 def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str, object]:
-    """Return the body of /ready and /health."""
+    """Return the body of /ready and /health: whether all webhooks get their events, and the reason for each that does not."""
     disconnected = "" if connection.connected else f"the broker cannot be reached: {connection.why}"
     webhooks = {one.webhook.called: one.why_not or disconnected for one in deliveries}
     why = "; ".join(f"{name}: {reason}" for name, reason in webhooks.items() if reason)
@@ -86,7 +87,7 @@ def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str
 
 
 async def _until(stop: asyncio.Event, deliveries: list[Delivery]) -> None:
-    """Deliver until `stop` is set, then finish the tries in progress. Raise the error that ended a delivery."""
+    """Deliver until `stop` is set, then finish the HTTP requests in progress. Raise the error that ended a delivery."""
     running = [asyncio.create_task(delivery.run()) for delivery in deliveries]
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
     try:

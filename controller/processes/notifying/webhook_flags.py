@@ -27,18 +27,19 @@ FLAGS: Mapping[str, Options] = {
 
 
 def add_webhook_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the flags for webhooks to the parser."""
     for flag, options in FLAGS.items():
         parser.add_argument(flag, **options)
 
 
 def wanted(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
-    """Return whether the fleet has a notifier."""
+    """Return whether the fleet has a notifier, because a flag or the environment sets a webhook."""
     return bool(args.webhook or environment.get(VARIABLE))
 
 
 def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the flags as environment variables of the notifier. Raise UsageError."""
+    """Return the values of these flags as environment variables of the notifier. Raise UsageError if they contradict one
+    another."""
     if not args.webhook:
         if args.webhook_kinds or args.webhook_template or args.webhook_secret_file:
             raise UsageError(
@@ -61,7 +62,7 @@ def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
 
 
 def check_webhooks(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Raise UsageError or BadSetting for values that the notifier would reject."""
+    """Raise UsageError or BadSetting if the flags or the environment have values that the notifier would reject."""
     from controller.config.flags import gather
     from controller.webhooks.settings import NotifierSettings
 

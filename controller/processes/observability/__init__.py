@@ -1,1 +1,1 @@
-"""Metrics of a process's journal connection, and Prometheus scrape targets."""
+"""Lists the fleet's processes as scrape targets for Prometheus."""

@@ -1,4 +1,4 @@
-"""Connects a frontend's console to its process: fold, events, worker connections, commands."""
+"""Connects a frontend's console to the frontend's process: fold, events, worker connections, commands."""
 
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +22,7 @@ from events.json_types import Json, JsonView
 from events.nats.bus import Bus
 from events.process.admin_guard import own_hosts
 
-EARLIER_EVENTS = 4 * TOLD_MAX  # most events are routine and not shown
+EARLIER_EVENTS = 4 * TOLD_MAX  # reads more events than are shown, because most events are routine
 ReadEnded = Callable[[int], Awaitable[Sequence[JsonView]]]
 """Reads the rows of the incidents that ended last, at most as many as requested."""
 
@@ -38,8 +38,11 @@ def make(
     ended: ReadEnded | None,
     acts_in: Path | None,
 ) -> Console:
-    """Return a frontend's console, which follows the frontend's fleet view. `ended` reads ended incidents from the state store.
-    `acts_in` is the fleet's directory, if the console may send operator commands."""
+    """Return a frontend's console, which follows the frontend's fleet view.
+
+    `ended` reads ended incidents from the state store, or is None without a store. `acts_in` is the fleet's data directory if
+    the console may send operator commands, else None.
+    """
     sources = ConsoleSources(
         name=name,
         names=own_hosts(),
@@ -58,19 +61,19 @@ def make(
 
 
 def history_reader(data: Path, nats_url: str, database_url: str | None) -> HistoryReader:
-    """Return a reader that runs `holdfast` as a child process, which connects to journal and store itself."""
+    """Return a reader that runs `holdfast` as a child process. The child connects to the journal and the state store itself."""
     command, options = [sys.executable, "-m", "controller.cli"], ["--data", str(data)]
     where = {"HOLDFAST_NATS_URL": nats_url, "HOLDFAST_DATABASE_URL": database_url or ""}
     return HistoryReader(command, options, where)
 
 
 def _streams(plane: RequestPlaneClient, worker: str) -> int:
-    """Return the number of a worker's streams from all frontends, without canaries."""
+    """Return the number of streams that a worker runs or queues for all frontends, without canaries."""
     return sum(load.running + load.waiting - load.canaries for load in plane.load_by_rank(worker))
 
 
 def _running(director: Director, request: str) -> Sequence[str]:
-    """Return a line for each worker that is generating an answer to the request for this frontend now."""
+    """Return one line for each worker that currently generates an answer to this request for this frontend."""
     endpoints, at = director.table.endpoints, director.running.at
     return [
         f"is answered now, by {endpoint.worker}: {count(len(one.accepted), 'token')} so far"
@@ -87,13 +90,13 @@ def _fault(view: FleetView, bus: Bus) -> str:
 
 
 async def _earlier(journal: Journal, until: int) -> Sequence[Recorded]:
-    """Return the latest events up to a sequence that the journal still holds. Raise JournalUnavailable."""
+    """Return the last events up to the sequence `until` that the journal still holds. Raise JournalUnavailable."""
     after = max(0, until - EARLIER_EVENTS)
     return [event async for batch in held(journal, after, until) for event in batch]
 
 
 async def _ended(read: ReadEnded | None) -> Sequence[EndedIncident]:
-    """Return the latest ended incidents that the state store has. Raise StoreUnavailable."""
+    """Return the incidents that ended last, from the state store. Return none without a store. Raise StoreUnavailable."""
     return [_incident(row) for row in await read(ENDED_MAX)] if read is not None else ()
 
 
@@ -103,6 +106,6 @@ def _incident(row: JsonView) -> EndedIncident:
 
 
 async def _act(data: Path, verb: str, body: Json) -> str:
-    """Run one operator command. Raise HoldfastError with the reason if the command failed."""
+    """Run one operator command and return its result as text. Raise HoldfastError with the reason if the command failed."""
     answer = await ask(data, verb, body)
     return str(answer.get("says", f"{verb} {body['worker']}: done"))

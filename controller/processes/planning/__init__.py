@@ -1,1 +1,1 @@
-"""The planner process."""
+"""The planner process, which reports capacity and proposes numbers of workers."""

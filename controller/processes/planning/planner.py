@@ -1,4 +1,4 @@
-"""The planner process: state store, journal, planning loop, and a small admin port."""
+"""The planner process: composes the state store, the journal, the planning loop and an admin port."""
 
 import asyncio
 import shlex
@@ -25,7 +25,7 @@ from events.versions import Known
 async def run_planner(
     settings: PlannerSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Plan until SIGTERM (exit 0). Raise HoldfastError if an operator must act, with the reason."""
+    """Plan until SIGTERM, and return the exit code 0. Raise HoldfastError, with the reason, if an operator must act."""
     assert database_url, "the role's settings require it"
     hook = hook_of(settings)
     stop = asyncio.Event()
@@ -47,7 +47,7 @@ async def run_planner(
         collector.freeze_and_tune()
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            working.result()  # raises the error that ended it
+            working.result()  # raises the error that ended the planning loop
         return 0
     finally:
         for task in (working, stopping):
@@ -59,7 +59,7 @@ async def run_planner(
 
 
 def hook_of(settings: PlannerSettings) -> ScaleHook | None:
-    """Return the hook that applies proposals, or None if the supervisor applies them. Raise BadSetting."""
+    """Return the hook that applies proposals, or None if the supervisor applies them or no hook is set. Raise BadSetting."""
     if settings.by == "command":
         from controller.adapters.scaling.command_hook import CommandScaleHook
 

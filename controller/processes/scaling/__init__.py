@@ -1,1 +1,1 @@
-"""Scaling in `holdfast up`: starts and gracefully stops workers as the planner proposes."""
+"""Scaling in `holdfast up`: starts workers and stops them gracefully, as the planner proposes."""

@@ -3,8 +3,9 @@
     ScaleProposed ─▶ more: start w3, w4 …               ─▶ ScaleApplied
                   └▶ fewer: SIGTERM, the newest first   ─▶ ScaleApplied; the worker drains (its streams end or move) and exits
 
-A worker name is never used twice while the fleet runs. At least one worker remains, whatever is proposed. Spares are not counted;
-a spare that replaces a worker counts as a worker. With `--spares auto` the number of spares follows the number of workers.
+The arrows lead from the planner's event to what is done and to the event that records it. A worker name is never used twice
+while the fleet runs. At least one worker remains, even if the planner proposes none. Spares are not counted, but a spare that
+replaces a worker counts as a worker. With `--spares auto` the number of spares follows the number of workers.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from events.process import descriptors
 
 SUPERVISOR = "supervisor"
 GRACE = "HOLDFAST_WORKER_GRACE_S"
-GRACE_S = 60.0  # the worker's default: time for its streams to end or move
+GRACE_S = 60.0  # default of the worker, in which its streams may end or move
 CLEANUP_S = 15.0  # time after the grace until the process is killed
-SAYS_MAX = 300  # characters
+SAYS_MAX = 300  # characters of a text in ScaleApplied
 NAMED = re.compile(r"([ws])(\d+)")
 
 
@@ -36,9 +37,10 @@ class NotScaled(HoldfastError):
 
 
 def change(there: Sequence[str], used: int, after: int) -> tuple[list[int], list[str]]:
-    """Return the numbers of workers to start, and the names of workers to stop: the newest first, those started as spares last.
+    """Return the numbers of the workers to start, and the names of the workers to stop, so that `after` workers run.
 
-    `there`: the workers that are not stopping; `used`: the highest number that was ever assigned.
+    `there` are the workers that are not stopping. `used` is the highest number that was ever assigned. The newest workers are
+    stopped first. Processes that were started as spares are stopped last.
     """
     after = min(after, WORKERS_MAX)
     if after >= len(there):
@@ -52,13 +54,13 @@ def _newest(name: str) -> tuple[bool, int]:
 
 
 def _named(name: str) -> tuple[str, int]:
-    """Return a worker's letter and number; "" and -1 for a name that this module does not assign."""
+    """Return the letter and the number of a worker's name. Return "" and -1 for a name that this module does not assign."""
     found = NAMED.fullmatch(name)
     return (found[1], int(found[2])) if found else ("", -1)
 
 
 class WorkerScaling:
-    """Carries out scaling proposals, the latest per model. Times are monotonic seconds."""
+    """Carries out scaling proposals of the planner, the latest for each model. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -68,10 +70,10 @@ class WorkerScaling:
         start: Callable[[Child], object],
         say: Callable[[ScaleApplied], object],
     ) -> None:
-        """`children` lists all processes of the fleet; `start` starts a child and adds it to them."""
+        """`children` lists all processes of the fleet. `start` starts a child and adds it to `children`."""
         self._args, self._directory = args, directory
         self._children, self._start, self._say = children, start, say
-        self._model = ""  # model of the own workers, known once one has joined
+        self._model = ""  # model of this supervisor's workers; empty until one has joined
         self._used = {"w": -1, "s": -1}
         self._kept: set[str] = set()  # workers that are spares now
         self._known: set[str] = set()  # workers that are known to be spares or not
@@ -79,19 +81,19 @@ class WorkerScaling:
         self._until: dict[str, float] = {}  # deadline of each stopping worker, by name
 
     def begin(self, kept: Iterable[str]) -> None:
-        """Set which workers are spares at the start: a worker replaced before this `up` is still one."""
+        """Set which workers are spares at the start. A worker that a spare replaced before this `up` is still a spare."""
         self._kept |= {*kept}
         self._known |= {child.name for child in self._workers()}
 
     def hear(self, recorded: Recorded) -> None:
-        """Update the state with an event of the journal."""
+        """Update proposals, names and spares with an event of the journal."""
         fact = recorded.fact
         if isinstance(fact, ScaleProposed) and fact.by == SUPERVISOR:
             self._wanted[fact.model] = recorded
         elif isinstance(fact, WorkerJoined):
             if any(child.name == fact.worker for child in self._workers()):
                 self._model = fact.model
-            letter, number = _named(fact.worker)  # it may have been started elsewhere
+            letter, number = _named(fact.worker)  # the worker may have been started by another supervisor
             self._used[letter] = max(self._used.get(letter, -1), number)
             if fact.spare and fact.worker not in self._known:
                 self._kept.add(fact.worker)
@@ -109,8 +111,10 @@ class WorkerScaling:
         return [child for child in self._children if child.role == "worker"]
 
     def tend(self, now: float) -> None:
-        """Carry out the latest proposals, and kill workers past their deadline. Proposals wait until the model of the own
-        workers is known."""
+        """Carry out the latest proposals, and kill stopping workers after their deadline.
+
+        Proposals wait until the model of this supervisor's workers is known.
+        """
         wanted: dict[str, Recorded] = {}
         if self._model or self._cannot:
             wanted, self._wanted = self._wanted, {}
@@ -119,7 +123,7 @@ class WorkerScaling:
             after = recorded.fact.after
             try:
                 ok, says = True, self._carry_out(model, after, now)
-            except (HoldfastError, OSError) as error:  # OSError: no room for a new worker's key
+            except (HoldfastError, OSError) as error:  # OSError: no disk space for a new worker's key
                 ok, says = False, str(error)
             applied = ScaleApplied(
                 model=model, proposal=recorded.id, after=after, by=SUPERVISOR, ok=ok, says=says[:SAYS_MAX]
@@ -130,14 +134,15 @@ class WorkerScaling:
                 child.signal(signal.SIGKILL)
 
     def left(self, child: Child, status: int) -> str:
-        """Remove a stopped worker from the fleet's processes. Return a line for the console."""
+        """Remove a stopped worker from the fleet's processes, and return a line for the terminal."""
         self._until.pop(child.name, None)
         self._kept.discard(child.name)
         self._children.remove(child)
         return f"{child.name} has stopped" + (f", with status {shell_status(status)}" if status else "")
 
     def _carry_out(self, model: str, after: int, now: float) -> str:
-        """Scale a model. Return what was done. Raise NotScaled, another HoldfastError or OSError."""
+        """Scale a model to `after` workers and return a text of what was done. Raise NotScaled, another HoldfastError or
+        OSError."""
         if self._cannot:
             raise NotScaled(
                 "`holdfast up` scales only --engine simulated and transformers, with one worker per process: "
@@ -154,7 +159,7 @@ class WorkerScaling:
         return ", ".join(filter(None, done)) or "no change needed"
 
     def _to(self, letter: str, there: Sequence[str], after: int, now: float) -> str:
-        """Scale to `after` workers, or spares. Return what was done."""
+        """Scale to `after` workers (letter w) or spares (letter s), and return a text of what was done."""
         children = {child.name: child for child in self._workers()}
         self._used[letter] = max([self._used[letter], *(_named(n)[1] for n in children if n[0] == letter)])
         more, fewer = change(there, self._used[letter], after)
@@ -171,7 +176,7 @@ class WorkerScaling:
 
     def _stop(self, child: Child, now: float) -> None:
         child.restart = False
-        if child.process is None:  # it has crashed and is not running
+        if child.process is None:  # the worker has crashed and is not running
             self._children.remove(child)
             return
         self._until[child.name] = now + _grace_s() + CLEANUP_S
@@ -182,7 +187,7 @@ class WorkerScaling:
 def _grace_s() -> float:
     try:
         return float(os.environ.get(GRACE) or GRACE_S)
-    except ValueError:  # the workers refuse to start with it and report why
+    except ValueError:  # the workers refuse to start with this value and report the reason
         return GRACE_S
 
 
