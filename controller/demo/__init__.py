@@ -1,1 +1,1 @@
-"""The demo: a fleet under load, with a script of injected faults."""
+"""The demo: runs a fleet under load, and injects faults by a script."""

@@ -33,7 +33,7 @@ from events.json_types import Json, JsonView
 
 
 def render(status: JsonView, lines: list[str], elapsed: float, seconds: float, counts: str) -> RenderableType:
-    """Return one frame of the view."""
+    """Return one frame of the terminal view: progress, the table of workers and the last lines of the script."""
     workers = Table(expand=True, box=None, pad_edge=False)
     for name in ("worker", "health", "breaker", "weight", "in flight", "pid"):
         justify: JustifyMethod = "left" if name in ("worker", "health", "breaker") else "right"
@@ -62,11 +62,14 @@ def _number(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One action on the fleet. `fault` names its row in the final table; None: the act only ends an earlier fault."""
+    """One action of the script on the fleet.
 
-    at: float  # share of the duration
+    `fault` is the name of the fault's row in the final table. It is None for an act that only ends an earlier fault.
+    """
+
+    at: float  # when the act happens, as a share of the demo's duration
     worker: int
-    verb: str  # of `holdfast chaos`, or drain, resume
+    verb: str  # a fault of `holdfast chaos`, or drain or resume
     argument: float | None
     fault: str | None
     says: str
@@ -88,13 +91,14 @@ SCRIPT = (
 WORKERS, SPARES = 4, 1
 
 
-RATE = 8.0  # requests a second: about 20 streams at once
+RATE = 8.0  # requests per second, which leads to about 20 streams at once
 ITL_MS = 20.0
 HOME = Path(".holdfast")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo. Return 0 if every stream survived intact, otherwise 1. Raise UsageError if it is too short."""
+    """Run the demo. Return 0 if no stream or token was lost and every altered stream is named, else 1. Raise UsageError for
+    less than 10 seconds."""
     check_frontend_flags(args)
     if args.seconds < 10:
         raise UsageError("a demo of less than 10 seconds has no room for its faults: --seconds 10 or more")
@@ -115,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fresh_folder() -> Path:
-    """Return a new folder below the current one: a demo never touches the journal of another fleet."""
+    """Return a new folder below the current folder, so that a demo never changes the journal of another fleet."""
     HOME.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="demo-", dir=HOME))
 
@@ -127,7 +131,7 @@ def _remove(data: Path) -> None:
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
-    """Return the demo's flags for `up`."""
+    """Return the flags with which the demo starts `holdfast up`."""
     flags = [*["--chaos", "--canary-interval", "1", "--breaker-wait", "3", "--breaker-backoff", "1"]]
     flags += [
         "--workers",
@@ -143,7 +147,7 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 
 class Demo:
-    """One run of the demo: load, faults, view and report."""
+    """One run of the demo: sends the load, injects the faults, shows the fleet and prints the report."""
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class Demo:
         self.live: Live | None = None
 
     async def run(self) -> int:
-        """Run the demo and return the exit code. Raise NotAsExpected if the fleet does not start, or ends."""
+        """Run the demo and return the exit code. Raise NotAsExpected if the fleet does not start, or ends during the demo."""
         self.console.print(f"Starting a fleet of {WORKERS} workers and {SPARES} spare …")
         began = time.monotonic()
         await self.fleet.ready()
@@ -196,7 +200,7 @@ class Demo:
         return await self._conclude(users, answers)
 
     async def send(self, users: Users, session: Any, started: float) -> None:
-        """Send every planned request at its time, and wait for all streams to end."""
+        """Send every planned request at its time, and wait until all streams have ended."""
         async with asyncio.TaskGroup() as group:
             for number, planned in enumerate(self.load.requests):
                 await asyncio.sleep(max(0.0, started + planned.at_s - time.monotonic()))
@@ -205,7 +209,7 @@ class Demo:
                 group.create_task(users.ask(session, planned.prompt, planned.output_tokens, f"demo-{number}"))
 
     async def play(self, operator: Operator, workers: list[str], started: float) -> None:
-        """Run the script's acts at their times."""
+        """Run the acts of the script at their times."""
         for act in SCRIPT:
             await asyncio.sleep(max(0.0, started + act.at * self.seconds - time.monotonic()))
             if self.fleet.ended:
@@ -233,7 +237,8 @@ class Demo:
             self.console.print(escape_controls(line), markup=False)
 
     async def watch(self, operator: Operator, users: Users, started: float) -> None:
-        """Refresh the view on a terminal; otherwise only the event lines are printed."""
+        """Refresh the view until cancelled. If the output is not a terminal, return at once, because only the script's lines
+        are printed then."""
         if not self.console.is_terminal:
             return
         with Live(console=self.console, refresh_per_second=4, transient=True) as self.live:
@@ -248,7 +253,9 @@ class Demo:
                     self.live.update(render(self.status, self.lines, elapsed, self.seconds, counts))
                     await asyncio.sleep(0.25)
             finally:
-                self.live.update("")  # the last frame is drawn uncropped, and would stay on a small terminal
+                self.live.update(
+                    ""
+                )  # cleared, because rich draws the last frame uncropped, and it would stay on a small terminal
 
     async def _conclude(self, users: Users, answers: list[list[str]]) -> int:
         self.live = None

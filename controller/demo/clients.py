@@ -1,6 +1,6 @@
-"""The demo's users: each sends one request, reads its stream, and records the time of every token.
+"""The demo's clients: each sends one request, reads its stream, and records the time of every token.
 
-Each answer is compared piece by piece with the undisturbed answer to the same prompt.
+Each answer is compared token by token with the undisturbed answer to the same prompt.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ DEADLINE_S = 120.0
 
 @dataclass(slots=True)
 class Received:
-    """One stream as its user received it. Times are monotonic seconds."""
+    """One stream as its client received it. Times are in monotonic seconds."""
 
     request: str
     prompt: int
@@ -29,13 +29,13 @@ class Received:
     done: bool = False
 
     def gap_after(self, instant: float) -> float:
-        """Return the seconds from `instant` to the next token (infinity if none arrived)."""
+        """Return the seconds from `instant` to the next token, or infinity if no later token arrived."""
         return next((t - instant for t in self.times if t > instant), float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """Number of tokens that were lost, received twice, or altered."""
+    """Numbers of tokens that were lost, received twice or altered, compared with the undisturbed answer."""
 
     lost: int = 0
     doubled: int = 0
@@ -45,8 +45,8 @@ class TokenDifference:
 def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
     """Return how a stream differs from the undisturbed answer.
 
-    If tokens were replaced, all differences count as altered: after a wrong token the answer is a different one, so lost
-    or doubled tokens cannot be identified in it.
+    If tokens were replaced, all differences count as altered. After a wrong token the model generates another answer, in which
+    lost or doubled tokens cannot be identified.
     """
     if list(got) == list(expected):
         return TokenDifference()
@@ -62,10 +62,10 @@ def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
 
 
 class Users:
-    """All the users of the demo, on one endpoint.
+    """All clients of the demo, which send their requests to one endpoint.
 
-    A token that is only part of a character adds no text. With `every_token` it is still recorded, as a piece without text:
-    the users request logprobs, which arrive with each token.
+    A token that is only part of a character adds no text. With `every_token` such a token is still recorded, as a piece without
+    text. For this the clients request logprobs, which arrive with each token.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Users:
         self.tokens = 0
 
     def session(self) -> ReplayTarget:
-        """Return the connections shared by all requests."""
+        """Return the connections that all requests share."""
         return ReplayTarget(self._url)
 
     async def ask(self, session: ReplayTarget, prompt: int, tokens: int, name: str) -> Received:
-        """Send one request and read its stream to the end."""
+        """Send one request with this `prompt` of the pool, and read its stream to the end."""
         got = Received(name, prompt, tokens, time.monotonic())
         body = {
             "model": self._model,
@@ -125,7 +125,7 @@ class Users:
         choices = chunk.get("choices", ())
         text = "".join(choice.get("text", "") for choice in choices)
         if self._every_token and not any(choice.get("logprobs") for choice in choices):
-            if text and got.pieces:  # the rest of an unfinished character
+            if text and got.pieces:  # this text completes the character of the piece before
                 got.pieces[-1] += text
         elif text or self._every_token:
             got.pieces.append(text)
@@ -133,7 +133,8 @@ class Users:
             self.tokens += 1
 
     async def answers(self, session: ReplayTarget, tokens: int) -> list[list[str]]:
-        """Return the undisturbed answer to every prompt of the pool. Raise RuntimeError if one failed."""
+        """Return the undisturbed answer to every prompt of the pool, as pieces of text. Raise RuntimeError if a request
+        failed."""
         requests = [self.ask(session, p, tokens, f"reference-{p}") for p in range(len(self._prompts))]
         got = await asyncio.gather(*requests)
         self.streams.clear()

@@ -1,4 +1,4 @@
-"""Flags of `holdfast demo`."""
+"""Command-line flags of `holdfast demo`."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ FLAGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's flags."""
+    """Add the flags of the demo and of the router to the parser."""
     for flag, options in FLAGS.items():
         parser.add_argument(flag, **options)
     add_router_flags(parser)

@@ -1,4 +1,4 @@
-"""A fleet in its own process, as a user starts it: for the demo, benchmarks and end-to-end tests."""
+"""Runs a fleet in its own process, as a user starts it, for the demo, benchmarks and end-to-end tests."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from events.json_types import Json
 from events.nats.urls import as_user
 
 STARTS_WITHIN_S = 60.0
-STOPS_WITHIN_S = 60.0  # the grace periods of all kinds of processes, one after another
+STOPS_WITHIN_S = 60.0  # covers the grace periods of all kinds of processes, one after another
 ANSWERS_WITHIN_S = 30.0
 
 
@@ -34,7 +34,7 @@ class NotAsExpected(HoldfastError):
 
 @dataclass
 class DemoFleet:
-    """A running fleet."""
+    """A running fleet, and the process of its `holdfast up`."""
 
     data: Path
     port: int
@@ -50,7 +50,8 @@ class DemoFleet:
     def start(
         cls, data: Path, *flags: str, port: int | None = None, environment: Mapping[str, str] | None = None
     ) -> "DemoFleet":
-        """Start a fleet, without waiting until it is ready. `environment` is added to this process's own."""
+        """Start a fleet, and return without waiting until it is ready. `environment` is added to the environment of this
+        process."""
         port = port or free_port()
         data.mkdir(0o700, parents=True, exist_ok=True)
         log = data / "up.log"
@@ -73,22 +74,23 @@ class DemoFleet:
         return cls(data, port, process, log)
 
     def nats_url(self, user: str) -> str:
-        """Return the broker's URL with the credentials of `user`. If it is empty, each process adds its own."""
+        """Return the broker's URL with the credentials of the account `user`. If `user` is empty, return the URL from which
+        each process derives its own account."""
         url = str(FleetDir(self.data).recall()["nats_url"])
         return as_user(url, user) if user else url
 
     @property
     def ended(self) -> bool:
-        """Whether `up` has ended, and with it all processes that it started."""
+        """Whether `up` has ended. All processes that it started end with it."""
         return self.process.poll() is not None
 
     def last_words(self, lines: int = 3) -> str:
-        """Return the last lines of the output of `up`."""
+        """Return the last lines of the output of `up` as one line."""
         said = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
         return " / ".join(line.removeprefix("holdfast: ") for line in said)
 
     async def ready(self) -> "DemoFleet":
-        """Wait until /health answers 200. Raise NotAsExpected, and kill the fleet, if it does not."""
+        """Wait until /health answers with status 200. If this takes too long, kill the fleet and raise NotAsExpected."""
         deadline = time.monotonic() + STARTS_WITHIN_S
         try:
             while not await http_ok(f"{self.url}/health"):
@@ -101,18 +103,19 @@ class DemoFleet:
         return self
 
     async def status(self) -> Json:
-        """Return `holdfast status -o json`."""
+        """Return what `holdfast status -o json` prints."""
         async with self._operator() as operator:
             return await operator.ask("status", {}, ANSWERS_WITHIN_S)
 
     async def act(self, verb: str, worker: str, argument: float | None = None) -> None:
-        """Drain, resume, or inject a fault into a worker."""
+        """Drain or resume a worker, or inject a fault into it."""
         async with self._operator() as operator:
             await operator.act(verb, worker, argument, ANSWERS_WITHIN_S)
 
     @contextlib.asynccontextmanager
     async def _operator(self) -> AsyncIterator[Operator]:
-        """Connect to the fleet. A busy machine may need more than one attempt."""
+        """Yield a connection to the fleet's controller. Retry for 30 s, because a busy machine may need more than one
+        attempt."""
         deadline = time.monotonic() + ANSWERS_WITHIN_S
         while True:
             try:
@@ -127,10 +130,11 @@ class DemoFleet:
             await operator.close()
 
     async def until(self, holds: Callable[[Json], bool], within_s: float = 30.0) -> Json:
-        """Wait until `holds` returns true for the status. Raise NotAsExpected if it does not in time."""
+        """Wait until `holds(status)` is true, and return that status. Raise NotAsExpected if this does not happen within
+        `within_s` seconds."""
         deadline, status = time.monotonic() + within_s, {}
         while True:
-            with contextlib.suppress(HoldfastError):  # a controller that is starting answers a moment later
+            with contextlib.suppress(HoldfastError):  # retries if the controller is only starting
                 operator = await Operator.connect(self.data)
                 try:
                     while True:
@@ -147,24 +151,25 @@ class DemoFleet:
             await asyncio.sleep(0.1)
 
     async def until_reachable(self, within_s: float = 30.0) -> None:
-        """Wait until a controller answers again."""
+        """Wait until a controller answers. Raise NotAsExpected if none does within `within_s` seconds."""
         await self.until(lambda status: True, within_s)
 
     async def healthy(self, workers: int) -> Json:
-        """Wait until all workers are in full service."""
+        """Wait until this number of workers is healthy with full weight and a closed breaker, and return that status."""
         return await self.until(lambda s: _serving(s) == workers)
 
     async def events(self, after: int = 0) -> list[Recorded]:
-        """Return the journal's events above sequence `after`."""
+        """Return the events of the journal with a sequence above `after`."""
         return await read_all(self.data, after)
 
     def family(self) -> list[psutil.Process]:
-        """Return every process of the fleet."""
+        """Return the process of `up` and all processes below it."""
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
     def stop(self) -> int:
-        """Send SIGINT (Ctrl-C) and return the exit status."""
+        """Stop the fleet by SIGINT (Ctrl-C) and return its exit status. If it does not stop in time, kill it and raise
+        TimeoutExpired."""
         if not self.ended:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -174,7 +179,7 @@ class DemoFleet:
             raise
 
     def end(self) -> None:
-        """Kill `up`, if it still runs: its processes end with it."""
+        """Kill `up`. All processes that it started end with it."""
         self.process.kill()
         self.process.wait()
 
@@ -186,6 +191,6 @@ def _serving(status: Json) -> int:
 
 
 def gone(processes: Sequence[psutil.Process], within_s: float = 10.0) -> bool:
-    """Return whether all of these processes end in time."""
+    """Return whether all of these processes have ended after at most `within_s` seconds."""
     _, alive = psutil.wait_procs(list(processes), timeout=within_s)
     return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,7 +1,7 @@
-"""The demo's load: times and lengths of requests, from the built-in profile or a recorded trace.
+"""The demo's load: the times and lengths of requests, from the built-in profile or a recorded trace.
 
-Lengths are scaled down so that a request fits the demo's engine; a trace's arrival times are divided by the speed-up. Prompts
-come from a small pool, so that the undisturbed answer to each can be requested beforehand.
+Lengths are scaled down so that a request fits the demo's engine. The arrival times of a trace are divided by the speed-up.
+Prompts come from a small pool, so that the undisturbed answer to each prompt can be requested before the faults.
 """
 
 import math
@@ -19,15 +19,16 @@ from controller.trace.synthesis import SynthesisKnobs, synthesize
 PROMPTS = 16  # number of distinct prompts
 INPUT_MAX = 384
 OUTPUT_MAX = 192
-OUTPUT_MIN = 8  # long enough for a fault to strike during an answer
+OUTPUT_MIN = 8  # tokens; long enough for a fault to happen during an answer
 INPUT_SCALE, OUTPUT_SCALE = 0.16, 0.25
 ENDLESS = 1_000_000_000
-VOCABULARY = range(260, 2040)  # of any model with a vocabulary of 2,048
+VOCABULARY = range(260, 2040)  # token ids that are valid for any model with a vocabulary of at least 2,048
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """One planned request: its time (seconds from the start), its prompt in the pool, and the number of tokens."""
+    """One planned request: its time in seconds from the start, the index of its prompt in the pool, and its number of output
+    tokens."""
 
     at_s: float
     prompt: int
@@ -36,7 +37,7 @@ class DemoRequest:
 
 @dataclass(frozen=True, slots=True)
 class DemoLoad:
-    """The pool of prompts (token ids) and the requests to send."""
+    """The pool of prompts (as token ids), and the requests to send."""
 
     prompts: tuple[tuple[int, ...], ...]
     requests: tuple[DemoRequest, ...]
@@ -49,7 +50,7 @@ def shipped() -> TraceProfile:
 
 
 def from_profile(seconds: float, rate: float, seed: int = 0) -> DemoLoad:
-    """Return a load of about `rate` requests a second with the built-in profile."""
+    """Return a load of about `rate` requests per second for `seconds` seconds, from the built-in profile."""
     profile = shipped()
     knobs = SynthesisKnobs(
         prefix_len_multiplier=INPUT_SCALE,
@@ -75,7 +76,8 @@ def from_profile(seconds: float, rate: float, seed: int = 0) -> DemoLoad:
 
 
 def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> DemoLoad:
-    """Return the trace's requests of the first `seconds × speedup` seconds. Raise BadTrace, naming the line."""
+    """Return a load from the requests in the first `seconds` times `speedup` seconds of a trace. Raise BadTrace with the
+    invalid line."""
     chance = random.Random(seed)
     rows = _first(path, seconds * speedup)
     longest_in = max(1, *(row.input_length for row in rows))
@@ -94,7 +96,7 @@ def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Dem
 
 
 def _first(path: Path, seconds: float) -> list[TraceRow]:
-    """Return a trace's requests of the first `seconds` seconds."""
+    """Return the requests in the first `seconds` seconds of a trace. Raise BadTrace if there are none."""
     rows = [row for row in TraceReader(path, None) if row.timestamp / 1e3 < seconds]
     if not rows:
         raise BadTrace(f"{path} holds no request in its first {seconds:.0f} seconds")
@@ -102,5 +104,5 @@ def _first(path: Path, seconds: float) -> list[TraceRow]:
 
 
 def _scaled(length: int, longest: int, limit: int) -> int:
-    """Shorten by a square root, so that short requests stay short and long ones fit."""
+    """Scale a length to at most `limit` by a square root, so that short requests stay short and the longest one fits."""
     return max(OUTPUT_MIN, min(limit, round(limit * math.sqrt(length / longest))))

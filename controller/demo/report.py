@@ -1,4 +1,4 @@
-"""The demo's report: the cost of each fault, from what users received and from the journal."""
+"""The demo's report: how each fault affected users, from the received streams and from the journal."""
 
 import argparse
 import statistics
@@ -27,20 +27,20 @@ AFTERMATH = timedelta(seconds=10)  # time after a fault's end in which it can st
 
 @dataclass(slots=True)
 class Injected:
-    """One injected fault: its worker, start and end (None: not ended)."""
+    """One injected fault: its worker, its start, its end (None if it has not ended), and the requests that it affected."""
 
     fault: str
     worker: str
     began: datetime
     ended: datetime | None = None
-    hit: dict[str, float] = field(default_factory=dict)  # request -> gap in ms
+    hit: dict[str, float] = field(default_factory=dict)  # affected request -> gap in ms
     exposed: set[str] = field(default_factory=set)
-    back_ms: float | None = None  # until a spare replaced the worker; None: no spare did
+    back_ms: float | None = None  # time until a spare replaced the worker; None: no spare replaced it
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One line of the table. Tokens are compared with the undisturbed answer."""
+    """One row of the report's table, about one fault. Tokens are compared with the undisturbed answer."""
 
     fault: str
     worker: str
@@ -54,9 +54,10 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The result of the demo. `unnamed`: altered streams that no RequestExposed names; there must be none.
+    """The result of the demo.
 
-    `others_hit`: streams that moved without an injected fault, as on a machine too busy to answer in time.
+    `unnamed` are the altered streams that no RequestExposed event names. There must be none. `others_hit` is the number of
+    streams that moved without an injected fault, for example because the machine is too busy to answer in time.
     """
 
     requests: int
@@ -70,14 +71,14 @@ class DemoReport:
 
     @property
     def clean(self) -> bool:
-        """No stream lost, no token lost or doubled, every altered stream named."""
+        """Whether no stream and no token was lost, no token was doubled, and every altered stream is named."""
         return not (self.failed or self.total.lost or self.total.doubled or self.unnamed)
 
 
 def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
-    """Assign to every fault the streams that it affected: those that left its worker or were exposed to it.
+    """Assign to every fault the streams that it affected, because they moved away from its worker or were exposed to it.
 
-    Return how many streams moved without an injected fault.
+    Return the number of streams that moved without an injected fault.
     """
     others: set[str] = set()
     for event in events:
@@ -99,7 +100,10 @@ def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
 
 
 def _at(injected: Sequence[Injected], worker: str, at: datetime) -> list[Injected]:
-    """Return the last fault of this worker that began before `at`, unless it ended too long ago to explain a migration."""
+    """Return the last fault of this worker that began before `at`, as a list of one.
+
+    The list is empty if there is no such fault, or if the fault ended more than 10 s before `at`.
+    """
     begun = [one for one in injected if one.worker == worker and one.began <= at]
     return [one for one in begun[-1:] if one.ended is None or at <= one.ended + AFTERMATH]
 
@@ -110,7 +114,7 @@ def assess(
     injected: Sequence[Injected],
     others_hit: int = 0,
 ) -> DemoReport:
-    """Compare every stream with the undisturbed answer, and add up the differences by fault."""
+    """Compare every stream with the undisturbed answer, and sum up the differences by fault."""
     differences = {s.request: _difference(s, answers) for s in streams}
     failed = [s for s in streams if s.error]
     broken = {s.request for s in failed}
@@ -131,7 +135,7 @@ def assess(
 
 def _difference(stream: Received, answers: Sequence[Sequence[str]]) -> TokenDifference:
     if stream.error:
-        return TokenDifference()  # counted as a lost stream
+        return TokenDifference()  # the stream counts as lost, not its tokens
     return compare(stream.pieces, answers[stream.prompt][: stream.wanted])
 
 
@@ -158,12 +162,12 @@ def _sum(differences: Iterable[TokenDifference]) -> TokenDifference:
 
 
 def unknown(events: Iterable[Recorded]) -> int:
-    """Return how often a frontend did not know which requests a convicted worker had served."""
+    """Return the number of times that a frontend did not know which requests a convicted worker had served."""
     return sum(isinstance(e.fact, ExposureUnknown) for e in events)
 
 
 def table(report: DemoReport) -> Table:
-    """Return the report as a table that needs WIDTH columns."""
+    """Return the report as a table of 80 columns for the terminal."""
     shown = Table(title="User impact", title_justify="left", padding=(0, 1, 0, 0))
     shown.add_column("", overflow="fold")
     for heading in (
@@ -193,12 +197,12 @@ def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.0f}"
 
 
-STEPS_MAX = 12  # of one incident
+STEPS_MAX = 12  # most lines of one incident
 _COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # these kinds are only counted in the headline
 
 
 async def incident_lines(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
-    """Yield the lines of every incident opened in `events`."""
+    """Yield a headline and the events of every incident that was opened in `events`."""
     journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
     try:
         archive = JournalArchive(journal)
@@ -213,7 +217,8 @@ async def incident_lines(nats_url: str, events: Sequence[Recorded]) -> AsyncIter
 
 
 async def write_report(nats_url: str, where: Path) -> AsyncIterator[str]:
-    """Write a report of the whole journal, as a page, or as Markdown without plotly. Yield its location."""
+    """Write a report of the whole journal as an HTML page, or as Markdown if plotly is missing. Yield a line with the file's
+    location."""
     journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
     wanted = argparse.Namespace(incident=None, since="1", until=None, redact=False, output=str(where))
     printed: list[str] = []
@@ -230,7 +235,8 @@ async def write_report(nats_url: str, where: Path) -> AsyncIterator[str]:
 
 
 def steps(events: Sequence[Recorded]) -> list[str]:
-    """Return an incident's events as at most STEPS_MAX lines, plus one that counts those left out before the last."""
+    """Return the events of an incident as lines. If there are more than STEPS_MAX, a line before the last one counts the
+    omitted lines."""
     shown = [e for e in events if not isinstance(e.fact, _COUNTED)]
     first_canary = next((e for e in shown if isinstance(e.fact, CanaryResult)), None)
     shown = [e for e in shown if e is first_canary or not isinstance(e.fact, CanaryResult)]
