@@ -43,7 +43,7 @@ class DemoFleet:
 
     @property
     def url(self) -> str:
-        """The URL of the fleet's frontends."""
+        """The base URL of the fleet's frontends on this host."""
         return f"http://127.0.0.1:{self.port}"
 
     @classmethod

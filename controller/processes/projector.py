@@ -136,7 +136,7 @@ class ProjectorWatch:
         return {"ready": not why, "reason": why, "position": progress.projected, "lag": self.lag}
 
     def render(self) -> bytes:
-        """Return the metrics in the Prometheus text format."""
+        """Return the projector's metrics in the Prometheus text format."""
         return generate_latest(self._metrics.registry)
 
 
