@@ -127,7 +127,8 @@ _LOOKED_AT = {name for name, kind in KINDS.items() if _of_kind[kind][1] or {*_of
 
 
 def new_id(now_ms: int | None = None) -> str:
-    """Return a UUIDv7 (RFC 9562 §5.7): 48 bits of Unix milliseconds, 74 random bits."""
+    """Return a new UUIDv7 (RFC 9562 §5.7) as text: 48 bits of Unix milliseconds and 74 random bits. `now_ms` replaces the
+    current time."""
     stamp = time.time_ns() // 1_000_000 if now_ms is None else now_ms  # noqa: TID251 (an id, not an order)
     value = (stamp & (1 << 48) - 1) << 80 | secrets.randbits(80)
     value = value & ~(0xF << 76) | 0x7 << 76
@@ -289,7 +290,7 @@ def _said_at(text: str) -> datetime | None:
 
 
 def _fact(kind: str, body: bytes) -> Fact:
-    """Decode the fact in a message's body. Raise UnknownKind or BadEvent."""
+    """Decode the fact of this kind from a message's body. Raise UnknownKind or BadEvent."""
     try:
         fact = _decoders[kind](body)
     except _UNREADABLE as error:

@@ -55,7 +55,7 @@ class LetterNotStored(HoldfastError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """An event that could not be delivered to a webhook, and why."""
+    """An event that could not be delivered to a webhook, with the reason and the last HTTP status."""
 
     webhook: str  # the webhook's name
     reason: str  # why the last try failed, in words

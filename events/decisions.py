@@ -121,12 +121,12 @@ class SpareActivated(WorkerDecision):
     """This spare now serves in place of a failed worker. The failed worker becomes a spare when it returns."""
 
     replaces: str  # the worker that failed
-    reason: str  # why it failed
+    reason: str  # why that worker failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareReleased(WorkerDecision):
-    """This worker is a spare again: the worker that it replaced is healthy and serves."""
+    """This worker is a spare again, because the worker that it replaced is healthy and serves."""
 
     returned: str  # the worker that serves again
 
@@ -156,12 +156,12 @@ class GoldenRetired(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegradationChanged(Decision):
-    """A model's degradation level changed."""
+    """The degradation level of a model changed, and with it what the frontends restrict (`knobs`)."""
 
     model: str
     before: int  # level, 0 to 4
     after: int  # level, 0 to 4
-    ratio: float  # capacity / SLO throughput at the decision
+    ratio: float  # capacity divided by the SLO throughput, at the decision
     knobs: Knobs
     capacity_rps: float
     predicted_rps: float = 0.0  # capacity under the new level; its smaller batches lower throughput
@@ -169,9 +169,9 @@ class DegradationChanged(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentOpened(Decision):
-    """An incident began. Every event that follows from it carries this incident's id."""
+    """An incident began with this symptom. Every event that follows from the symptom carries this incident's id."""
 
-    subject: str  # worker:w3, model:llama
+    subject: str  # what the incident is about, such as worker:w3 or model:llama
     symptom: str
 
 

@@ -32,6 +32,7 @@ class BadSetting(UsageError):
 
 
 def os_reason(error: OSError) -> str:
-    """Return the operating system's error text without Python's additions: `Connection refused`."""
+    """Return the operating system's text for an error, such as `Connection refused`, without the number and path that Python
+    adds."""
     number = error.errno or 0  # name resolution errors have numbers below 0, which strerror does not know
     return (os.strerror(number) if number > 0 else error.strerror) or str(error) or type(error).__name__

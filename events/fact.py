@@ -19,7 +19,7 @@ class Fact:
 
     @classmethod
     def kind(cls) -> str:
-        """Return the kind's name on the wire: `CanaryFailed` is `canary_failed`."""
+        """Return the kind's name on the wire. For example, the kind of `CanaryFailed` is `canary_failed`."""
         return _KINDS.get(cls) or _KINDS.setdefault(cls, _snake(cls.__name__))
 
 

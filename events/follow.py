@@ -88,13 +88,16 @@ async def follow(
 ) -> AsyncGenerator[FollowedEvent, None]:
     """Yield events, the oldest first, forever.
 
-    Raise UsageError for invalid arguments, CannotFollow if the broker is unreachable or its stream is missing or was recreated.
+    Args:
+        url: The broker's URL, as printed by `holdfast nats reader`.
+        kinds: Classes or names, such as CanaryFailed or "canary_failed". Without kinds, all events are yielded.
+        since: A stream sequence, an instant with a time zone, or "now". None starts at the oldest event on the stream.
+        durable: A name under which the broker stores the read position. `since` then applies only to the first use of the name.
+        may_change_kinds: Whether a later use of the same `durable` name may pass other kinds.
 
-    Args: url: The broker's URL, as printed by `holdfast nats reader`. kinds: Classes or names, such as CanaryFailed or
-    "canary_failed". Without kinds, all events are yielded. since: A stream sequence, an instant with a time zone, or "now".
-    None starts at the oldest event on the stream. durable: A name under which the broker stores the read position. `since` then
-    applies only to the first use of the name. may_change_kinds: Whether a later use of the same `durable` name may pass other
-    kinds.
+    Raises:
+        UsageError: An argument is invalid.
+        CannotFollow: The broker is unreachable, or its stream is missing or was recreated.
     """
     check_url(url)
     filters = _filters(kinds)
@@ -144,7 +147,7 @@ async def _connected(url: str) -> Client:
 
 
 async def _silent(error: Exception) -> None:
-    """Ignore a connection error: it is raised or retried elsewhere."""
+    """Ignore a connection error, because the call that it affects raises or retries it."""
 
 
 class _Consumer:
@@ -173,7 +176,7 @@ class _Consumer:
                 NatsError,
                 OSError,
                 TimeoutError,
-            ) as error:  # the broker is unreachable, or nothing is new
+            ) as error:  # the broker is unreachable, or there is no new event
                 if self._client.is_closed:
                     raise CannotFollow(f"the broker closed the connection. {CannotFollow.__doc__}") from error
                 if not isinstance(error, TimeoutError):

@@ -1,4 +1,4 @@
-"""Types of decoded JSON."""
+"""Type aliases for decoded JSON objects."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

@@ -31,14 +31,14 @@ class Stored(msgspec.Struct, tag="stored", array_like=True, frozen=True):
 
     blocks: list[int]
     parent: int | None = None
-    tier: int = 0  # a Tier
+    tier: int = 0  # value of a Tier
 
 
 class Removed(msgspec.Struct, tag="removed", array_like=True, frozen=True):
     """A rank removed these blocks from this tier."""
 
     blocks: list[int]
-    tier: int = 0  # a Tier
+    tier: int = 0  # value of a Tier
 
 
 class Cleared(msgspec.Struct, tag="cleared", array_like=True, frozen=True):

@@ -222,10 +222,10 @@ def _join_details(earlier: Chunk, later: Chunk) -> bool:
 
 
 ERRORS = (
-    "engine_error",  # the engine raised; the request may be tried elsewhere
-    "engine_shutdown",  # the worker is shutting down; try another
-    "overloaded",  # this worker is full; try another
-    "upstream_lost",  # the server behind the worker is gone, or its engine is
+    "engine_error",  # the engine raised; the request may be tried on another worker
+    "engine_shutdown",  # the worker is shutting down; the request may be tried on another worker
+    "overloaded",  # this worker is full; the request may be tried on another worker
+    "upstream_lost",  # the server behind the worker, or the engine of that server, is gone
     "stream_incomplete",  # the upstream ended without a finish reason
     "non_finite",  # NaN or infinity in the logits
     "invalid_request",  # a client error; no other worker would answer better

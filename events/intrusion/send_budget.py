@@ -64,7 +64,7 @@ class TrafficBudget:
         self._muted_until = float("-inf")
 
     def mute(self, now: float) -> None:
-        """Drop the sender's messages for the next second, so that a flood costs one report per second."""
+        """Drop the sender's messages for the next second. So a flood leads to at most one report per second."""
         self._muted_until = now + MUTED_S
 
     def muted(self, now: float) -> bool:

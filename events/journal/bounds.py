@@ -5,11 +5,11 @@
       ├────────┼────────┼──────┼──────┼────┤
        dropped one day   newest snapshot    an eighth of the bound at most
 
-The line is the stream, from its first event to its last; `kept` is the newest snapshot. The broker drops the oldest events when
-the stream reaches a bound. From then on a new reader cannot start at the first event. So while a stream has bounds, or will get
-bounds, the leading controller writes a snapshot of the settled fleet to the journal (`SnapshotKept`) whenever the journal has
-grown by an eighth of a bound. A bound is set only when such a snapshot is in the part that remains, so that a snapshot covers
-every dropped event.
+The line is the stream, from its first event to its last, and `kept` is the newest snapshot. The broker drops the oldest events
+when the stream reaches a bound. From then on a new reader cannot start at the first event. So the leading controller writes a
+snapshot of the settled fleet to the journal (`SnapshotKept`) whenever the journal has grown by an eighth of a bound. It does so
+while a stream has bounds, or will get them. A bound is set only when such a snapshot is in the part that remains, so that a
+snapshot covers every dropped event.
 
 Note: if no controller leads while the journal grows by seven eighths of a bound, the newest snapshot is dropped, too. Then a
 new reader needs the state store's own snapshot, and cannot start without it.

@@ -34,7 +34,7 @@ class BrokerRefused(HoldfastError):
 
 
 class Ack(msgspec.Struct):
-    """JetStream's acknowledgement of a publication."""
+    """JetStream's acknowledgement of a published message, or its error."""
 
     stream: str = ""
     seq: int = 0
@@ -90,7 +90,8 @@ async def ask(
 
 
 def parse_headers(raw: bytes | None) -> dict[str, str]:
-    """Parse the headers of a message. An inline status, as in `NATS/1.0 408 Timeout`, is returned as `Status`."""
+    """Parse the headers of a message. A status in the first line, as in `NATS/1.0 408 Timeout`, is returned as `Status` and
+    `Description`."""
     if not raw:
         return {}
     first, *lines = raw.decode("utf-8", "replace").rstrip("\r\n").split("\r\n")

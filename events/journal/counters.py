@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class ObservedJournal(Protocol):
-    """The state of a process's journal connection for metrics: whether it can write, and which facts wait or were lost."""
+    """What metrics read of a process's journal connection: whether it can write, and how many facts wait or were lost."""
 
     @property
     def counters(self) -> "JournalCounters": ...

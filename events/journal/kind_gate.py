@@ -95,7 +95,7 @@ class KindGate:
 
     @property
     def waits(self) -> bool:
-        """Whether observations wait until the kinds in force are known."""
+        """Whether any observation waits until the kinds in force are known."""
         return bool(self._waiting)
 
     def passes(self, kind: str) -> bool:

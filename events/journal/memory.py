@@ -99,7 +99,7 @@ class MemoryStream:
         return last if last >= self.first else 0
 
     def drop(self, through: int) -> None:
-        """Drop the oldest events, up to this sequence, as a broker does at its bounds."""
+        """Drop the oldest events, up to the sequence `through`, as a broker does at its bounds."""
         self.first = max(self.first, min(through, len(self.events)) + 1)
 
     def as_read(self, seq: int, stops_at: StopsAt) -> Recorded:
@@ -180,7 +180,7 @@ class MemoryJournal:
         return id
 
     def send(self) -> None:
-        """Send the waiting facts, if the broker is reachable."""
+        """Send the facts that wait, if the simulated broker is reachable."""
         if not self._stream.reachable or not self._outbox:
             return
         for fact, headers in self._outbox:

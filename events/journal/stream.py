@@ -31,7 +31,7 @@ from events.nats.urls import masked
 DUPLICATE_WINDOW_S = 120  # not essential, because folds detect duplicates by source number
 REPLICAS = 3  # of a stream in a cluster
 LOOKED_AT_MAX = 100  # messages read on a quarantine's subject to find the first valid one
-PLACE = re.compile("[0-9]{1,18}").fullmatch  # a sequence
+PLACE = re.compile("[0-9]{1,18}").fullmatch  # matches a stream sequence
 NOT_YET = (
     10005,
     10008,
@@ -139,7 +139,7 @@ async def ensure(
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     except BrokerRefused as error:
-        if error.code in NOT_YET:  # a cluster during an election
+        if error.code in NOT_YET:  # for example, a cluster that elects a leader
             raise JournalUnavailable(f"the stream {subjects.STREAM} cannot be read yet: {error}") from error
         if error.code != STREAM_NOT_FOUND:
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be read: {error}") from error

@@ -19,7 +19,7 @@ FORGOTTEN_AFTER_S = 5.0  # the broker deletes the consumer that counts messages 
 
 @dataclass(frozen=True, slots=True)
 class JournalUsage:
-    """The stream's use of the broker's disk."""
+    """The stream's size, limits and growth on the broker's disk."""
 
     first_seq: int  # sequence of the oldest event on the stream
     last_seq: int

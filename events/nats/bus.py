@@ -50,7 +50,7 @@ class NotAllowed(NoAnswer):
 
 
 class Subscription(Protocol):
-    """One handler's subscription to a subject."""
+    """The subscription of one handler to a subject, which can be cancelled."""
 
     async def cancel(self) -> None:
         """Unsubscribe the handler from the subject."""

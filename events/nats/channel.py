@@ -31,7 +31,7 @@ class SendWindow:
     __slots__ = ("acknowledged", "buffer", "high", "low", "paused", "sent")
 
     def __init__(self) -> None:
-        self.buffer = bytearray()  # not yet sent
+        self.buffer = bytearray()  # bytes that are not sent yet
         self.sent = 0
         self.acknowledged = 0  # bytes that the peer has read
         self.paused = False  # the protocol has been told to stop writing
@@ -66,7 +66,7 @@ class ReceiveWindow:
     __slots__ = ("held", "read", "reading", "received", "said_read")
 
     def __init__(self) -> None:
-        self.held = bytearray()  # received, and not yet read by the protocol
+        self.held = bytearray()  # bytes that are received and that the protocol has not read yet
         self.received = 0
         self.read = 0
         self.said_read = 0  # the value of `read` that was last reported to the peer
@@ -78,7 +78,8 @@ class ReceiveWindow:
         return self.read - self.said_read >= WINDOW_BYTES // 4
 
     def take(self, payload: bytes) -> bool:
-        """Buffer received bytes until the protocol reads them. Return False if the peer has sent more than it may."""
+        """Buffer received bytes until the protocol reads them. Return False if the peer has sent more bytes than the window
+        allows."""
         self.received += len(payload)
         self.held += payload
         return len(self.held) <= HELD_BYTES_MAX
@@ -116,7 +117,7 @@ class MessageCarrier(Protocol):
 
     @property
     def taken(self) -> int:
-        """Number of bytes read from the broker so far."""
+        """Total number of bytes read from the broker so far."""
         ...
 
     def unread(self) -> int:

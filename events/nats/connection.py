@@ -167,7 +167,7 @@ class BrokerConnection:
 
     @property
     def asker(self) -> str:
-        """The subject tokens below which workers send replies to this connection."""
+        """The two subject tokens that identify this connection as a requester: its account name and its inbox token."""
         return f"{self.user or subjects.ANONYMOUS}.{self._inbox.rpartition('.')[2]}"
 
     @property

@@ -11,8 +11,13 @@ CanaryReason = Literal[
     "no_response", "token_mismatch", "logit_drift", "latency_spike", "timeout", "exception", "non_finite"
 ]
 CheckType = Literal["scheduled", "confirm", "trial", "join"]
-LINEAGE_PART = 8  # of a canary key
-KIND_PARTS = (0, 3, 6, 7)  # of a canary key: model, engine, size of group, device
+LINEAGE_PART = 8  # index of the lineage in the parts of a canary key
+KIND_PARTS = (
+    0,
+    3,
+    6,
+    7,
+)  # indices in a canary key of the parts that make its kind: model, engine, size of group, device
 UNMARKED = "@unmarked"  # suffix of the canary id of unmarked probes; the id of their golden precedes it
 TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one position
 
@@ -29,7 +34,7 @@ class CanaryResult(WorkerObservation):
     canary: str
     check_type: CheckType
     sent_under: int  # number of the last decision that the prober had folded
-    sent_at: datetime  # the prober's clock
+    sent_at: datetime  # by the prober's clock
     latency_ms: float
     attempts: int = 1  # number of times that the probe was sent
     rank: int | None = None  # the DP rank that was probed; None: the worker has only one
@@ -38,15 +43,15 @@ class CanaryResult(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryPassed(CanaryResult):
-    """A probe passed: the tokens and logits were right, and the answer arrived in time. `distance` is the largest logprob
-    difference from the golden."""
+    """A probe passed, because the tokens and logits were right and the answer arrived in time. `distance` is the largest
+    logprob difference from the golden."""
 
     distance: float = 0.0  # largest logprob difference from the golden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySlow(CanaryResult):
-    """A probe passed, but slowly: the tokens and logits were right, but the latency was more than three times the baseline."""
+    """A probe passed slowly. The tokens and logits were right, but the latency was more than three times the baseline."""
 
     baseline_ms: float
     distance: float = 0.0  # largest logprob difference from the golden

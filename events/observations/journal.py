@@ -15,7 +15,7 @@ class EventQuarantined(Observation):
     entity: ClassVar[str] = "event"
     event: int  # stream sequence of the quarantined event
     why: str
-    by: str = ""  # the operator
+    by: str = ""  # name of the operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ class ScaleProposed(ModelObservation):
     planner: str
     before: int  # number of workers that were provisioned
     after: int  # number of workers that the planner proposes
-    why: str  # up, down, lost, floor, operator
+    why: str  # reason: up, down, lost, floor, operator
     needed: int  # number of workers for the expected load; 0: the proposal is not derived from traffic
     method: str  # forecasting method; empty: no forecast was used
     error: float | None  # recent error of this method, relative to the actual load; None: not known

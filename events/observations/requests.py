@@ -14,10 +14,12 @@ class RequestsServed(WorkerObservation):
 
     frontend: str
     count: int  # number of answers
-    tokens: int  # of these answers
+    tokens: int  # number of tokens of these answers
     ttft_ms: float
     itl_ms: float
-    routed_under: int  # number of the last decision the frontend had folded when it sent the first request
+    routed_under: (
+        int  # number of the last decision that the frontend had folded when it sent the first request
+    )
     window_s: float
     weighed: int = 0  # number of tokens with logprobs in these answers; only some clients request logprobs
     unlikely: int = 0  # number of the tokens with logprobs that are below the frontend's logprob floor
@@ -29,9 +31,9 @@ class RequestFailed(WorkerObservation):
     """A request failed on this worker. Errors of the client are not reported."""
 
     frontend: str
-    failures_in_a_row: int  # of this worker at this frontend
+    failures_in_a_row: int  # number of consecutive failures of this worker at this frontend
     reason: str
-    routed_under: int  # number of the last decision the frontend had folded when it sent the request
+    routed_under: int  # number of the last decision that the frontend had folded when it sent the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class RequestPoisonous(WorkerObservation):
     failures_in_a_row: (
         int  # consecutive failures of this worker at this frontend, without those of this request
     )
-    routed_under: int  # number of the last decision the frontend had folded when it sent the request
+    routed_under: int  # number of the last decision that the frontend had folded when it sent the request
     refused_s: float  # seconds for which similar requests are refused
 
 
@@ -128,15 +130,15 @@ class RequestMigrated(FrontendObservation):
     cause: MigrationCause  # for drain, device_fault, throttled and operator there was no failure
     method: Literal["transfer", "reprefill"]  # transfer: with its KV cache; reprefill: by its tokens alone
     tokens: int  # number of tokens that were accepted from the source and not generated again
-    gap_ms: float  # the pause the client saw: from the token before the move to the next one
-    attempt: int  # 2 for the first migration
-    exact: bool  # False: from here on the answer may differ from an undisturbed one
+    gap_ms: float  # the pause that the client saw, from the token before the move to the next one
+    attempt: int  # number of the attempt, which is 2 for the first migration
+    exact: bool  # False: from this point on the answer may differ from an undisturbed one
     kind_of_move: Literal["new_request", "ongoing_request"] = (
         "ongoing_request"  # new_request: the request had no token yet
     )
-    bytes: int = 0  # of KV cache transferred, over all shards
-    blocks: int = 0  # of KV cache transferred, over all shards
-    link: str = ""  # the link of the transfer
+    bytes: int = 0  # bytes of KV cache transferred, over all shards
+    blocks: int = 0  # blocks of KV cache transferred, over all shards
+    link: str = ""  # link of the transfer: shm, unix, tcp, nixl
     predicted_ms: float | None = (
         None  # predicted pause by the chosen method; None: after a failure, because no method is chosen then
     )
@@ -155,7 +157,7 @@ class RequestPreempted(FrontendObservation):
     tier: str
     worker: str
     instance: str
-    tokens: int  # accepted until then
+    tokens: int  # number of tokens accepted until then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +170,8 @@ class RequestResumed(FrontendObservation):
     target: str
     target_instance: str
     tokens: int  # number of tokens that were accepted before and not generated again
-    gap_ms: float  # the pause the client saw: from the token before the preemption to the next one
-    exact: bool  # False: from here on the answer may differ from an undisturbed one
+    gap_ms: float  # the pause that the client saw, from the token before the preemption to the next one
+    exact: bool  # False: from this point on the answer may differ from an undisturbed one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ class RequestAbandoned(FrontendObservation):
     instance: str
     # guided_decoding, n_over_1, cancelled, over_cap, budget_exhausted, no_worker, corrupt_output …
     reason: str
-    tokens: int  # accepted until then
+    tokens: int  # number of tokens accepted until then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,7 @@ class RequestsRejected(FrontendObservation):
     """A number of requests were rejected in one time window, because they were shed, not admitted or over a limit."""
 
     model: str
-    count: int  # requests
+    count: int  # number of requests
     reason: str
     tier: str
 
@@ -270,7 +272,7 @@ class PanicBegan(FrontendObservation):
     reachable worker, routable."""
 
     model: str
-    routable_share: float  # of the model's weight, 0 to 1
+    routable_share: float  # routable share of the model's weight, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,4 +280,4 @@ class PanicEnded(FrontendObservation):
     """Enough of a model's weight is routable again, so this frontend respects its own breakers again."""
 
     model: str
-    routable_share: float  # of the model's weight, 0 to 1
+    routable_share: float  # routable share of the model's weight, 0 to 1

@@ -39,9 +39,9 @@ class KvLayout:
     tokens."""
 
     layers: int
-    kv_heads: int  # over all shards
-    head_size: int  # elements
-    element_bytes: int  # 2: fp16 and bf16, 1: fp8
+    kv_heads: int  # number of KV heads over all shards
+    head_size: int  # number of elements of one head
+    element_bytes: int  # bytes of one element: 2 for fp16 and bf16, 1 for fp8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class WorkerAwaited(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLeft(WorkerObservation):
-    """A worker's process ended."""
+    """A worker's process ended. `mode` says whether it ended in order, was killed, or stopped because it could not continue."""
 
     mode: Literal["graceful", "immediate", "self_initiated"]
     exit: int | None = None  # exit status, as in a shell: 128 + n for signal n (-n in older facts)
@@ -138,7 +138,7 @@ class WorkerLingered(WorkerObservation):
         ""  # beat: the instance sends heartbeats; process: its process exists; port: its port is open
     )
     dead_s: float = 0.0  # seconds for which this has been observed
-    observer: str = ""  # the process that observed it
+    observer: str = ""  # the process that observed the worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class Commanded(WorkerObservation):
 
     command: str = ""  # the command's id
     until: datetime | None = None  # deadline, by the stream's clock; a fact appended later is ignored
-    by: str = ""  # the operator
+    by: str = ""  # name of the operator
 
     def late(self, at: datetime) -> bool:
         """Return whether a fact that was appended at `at` (by the stream's clock) missed its deadline. Without a deadline,
@@ -188,7 +188,7 @@ class CommandRefused(Observation):
     command: str  # the command's id
     why: str
     late: bool = False  # the command's deadline passed before a controller could carry it out
-    by: str = ""  # the operator
+    by: str = ""  # name of the operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,16 +213,17 @@ class MoveRequested(Commanded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRequested(Commanded):
-    """An operator requested that this worker shut down gracefully and start again. The worker receives the request."""
+    """An operator requested that this worker shut down gracefully and start again. The controller passes the request to the
+    worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShutdownBegan(WorkerObservation):
-    """A worker began to shut down."""
+    """A worker began to shut down, on request or because it cannot continue."""
 
     mode: Literal["graceful", "self_initiated"]  # graceful: on request; self_initiated: it cannot continue
     grace_s: float = 60.0  # seconds for which its streams may still run on this worker
-    reason: str = ""  # self_initiated: the cause
+    reason: str = ""  # with self_initiated: the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Writes metrics in Prometheus' text format, and compresses them on request.
+"""Writes metrics in Prometheus' text format, and compresses the text if the client accepts gzip.
 
 The text is the same as that of `prometheus_client.generate_latest`, but generated in a third of the time. Most of a scrape of a
 thousand workers consists of names and labels that occur a hundred times, and this module formats each of them once. Compression
