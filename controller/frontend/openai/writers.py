@@ -218,7 +218,7 @@ class StreamingWriter(ResponseWriter):
         parsed = format.parsed
         self._format = format
         self._stream = stream
-        self.flush = stream.flush  # saves one call per event-loop iteration
+        self.flush = stream.flush  # type: ignore[method-assign]  # saves one call per event-loop iteration
         self._index = index
         self._begun = not parsed.chat
         self._context = context
