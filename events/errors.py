@@ -6,9 +6,8 @@ states what failed and what to do.
 
 import os
 
-QUARANTINE = (
-    "holdfast journal quarantine"  # with a stream sequence: quarantines an event at which every reader stops
-)
+# with a stream sequence: quarantines an event at which every reader stops
+QUARANTINE = "holdfast journal quarantine"
 
 
 class HoldfastError(Exception):

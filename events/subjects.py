@@ -22,9 +22,8 @@ KV_SLOTS = "kv.slots"
 PLANE = "plane"
 PLANE_SCHEME = "nats"
 ANSWER = "answer"  # prefix of workers' replies; a worker may publish only below ANSWER and its own name
-DEAD_STREAM = (
-    "DEAD_LETTERS"  # name of a separate bounded stream of events that could not be delivered to a webhook
-)
+# name of a separate bounded stream of events that could not be delivered to a webhook
+DEAD_STREAM = "DEAD_LETTERS"
 DEAD = "dead.webhook"
 SAY = "say"  # prefix of facts that workers send to a controller, which checks and publishes them
 SAY_ALL = f"{SAY}.>"

@@ -132,12 +132,10 @@ class DrainState:
         # whether frontends are notified to send no new requests; requests already in transit are still accepted
         self.deregistered = False
         self._counters = counters
-        self._before: Ends | None = (
-            None  # counts at the start of the drain or at its last report; None: no drain
-        )
-        self._drained_by: set[str] = (
-            set()
-        )  # frontends that moved streams away before the drain command arrived
+        # counts at the start of the drain or at its last report; None: no drain
+        self._before: Ends | None = None
+        # frontends that moved streams away before the drain command arrived
+        self._drained_by: set[str] = set()
 
     @property
     def draining(self) -> bool:

@@ -45,9 +45,8 @@ TOKEN_BYTES = 5  # maximum size of a token id in msgpack
 LOGPROB_BYTES = 16
 CHUNK_BYTES = 32
 USER_TIMEOUT_MS = 10_000  # bytes unacknowledged for this long mean that the frontend's host is gone
-TICK_S = (
-    0.08  # interval of frames to a frontend with streams; a timer may be 20 ms late before 100 ms have passed
-)
+# interval of frames to a frontend with streams; a timer may be 20 ms late before 100 ms have passed
+TICK_S = 0.08
 LOAD_S = 0.24  # maximum age of the last beat while steps are sent
 IDLE_BEAT_S = 1.0
 HELLO_S_MAX = 5.0  # a connection without a hello is closed after this

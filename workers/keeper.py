@@ -32,9 +32,8 @@ from events.errors import HoldfastError
 
 NAME = b"holdfast-keeper"  # shown by ps and top; at most 15 bytes
 READY_WITHIN_S = 1.0
-FREED_AFTER_US = (
-    100_000  # microseconds; lets the worker's streams migrate before memory is freed on the same core
-)
+# microseconds; lets the worker's streams migrate before memory is freed on the same core
+FREED_AFTER_US = 100_000
 MACHINES = ("x86_64",)  # tested architectures, on which libc's contexts start like _Context
 _CLONE_VM = 0x100
 _PR_SET_NAME = 15

@@ -261,9 +261,8 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
 
 async def _serve(settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: Journal) -> int:
     """Run the workers, the admin port of their process and the check of its keeper; return the workers' exit code."""
-    fleet_journal = (
-        journal if isinstance(journal, NatsJournal) else None
-    )  # None for a journal of this process alone
+    # None for a journal of this process alone
+    fleet_journal = journal if isinstance(journal, NatsJournal) else None
     async with asyncio.TaskGroup() as group:
         beside = [group.create_task(_serve_admin(settings, workers, fleet_journal))]
         if keeper_pid is not None:

@@ -37,12 +37,10 @@ from events.nats.bus import NoAnswer
 LOOK_S = 1.0  # seconds between checks of the broker connection while events are followed
 STATUS_EVERY_S = 0.1  # seconds between requests for the status while a worker restarts
 FIELD_CHARS_MAX = 60  # maximum characters of one field of an event in text output
-EVENT_HANG = (
-    8  # columns of indent of an event's continuation lines, which leaves the column of sequence numbers empty
-)
-UNKNOWN_KINDS_MAX = (
-    100  # maximum number of unknown kinds that are counted separately; further kinds are counted together
-)
+# columns of indent of an event's continuation lines, which leaves the column of sequence numbers empty
+EVENT_HANG = 8
+# maximum number of unknown kinds that are counted separately; further kinds are counted together
+UNKNOWN_KINDS_MAX = 100
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

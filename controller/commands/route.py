@@ -20,9 +20,8 @@ from events.errors import HoldfastError, UsageError
 from events.process.presence import Presence, present
 
 ANSWER_S = 10.0  # timeout in seconds for the frontend's answer
-LINE_CHARS_MAX = (
-    1_000  # maximum width of the table, large enough that no cell is truncated; a terminal may wrap the lines
-)
+# maximum width of the table, large enough that no cell is truncated; a terminal may wrap the lines
+LINE_CHARS_MAX = 1_000
 Answer = Mapping[str, Any]  # a frontend's answer or a part of it, as plain JSON types
 # Terms of a worker's cost, named as in the frontend's answer, in the order of the table's columns.
 TERMS = (

@@ -54,9 +54,8 @@ class Console:
         self._memory = FlowMemory()
         self._picture = FleetPicture(self._memory)
         self._first: int | None = None  # sequence number of the first event that this console received
-        self._heard: tuple[datetime, float] | None = (
-            None  # last event: its time by the stream, and the arrival in clock seconds
-        )
+        # last event: its time by the stream, and the arrival in clock seconds
+        self._heard: tuple[datetime, float] | None = None
         self._loaded_earlier = False
         self._feed = ConsoleFeed(self._take, self._times, self._begin)
         self._endpoints = ConsoleEndpoints(

@@ -79,9 +79,8 @@ class ConsoleFeed:
         self._numbers = 0
         self._viewers = 0
         self._watched = asyncio.Event()
-        self._news: asyncio.Future[None] | None = (
-            None  # completed by the next snapshot; None: no viewer waits
-        )
+        # completed by the next snapshot; None: no viewer waits
+        self._news: asyncio.Future[None] | None = None
         self._over = False
 
     @property

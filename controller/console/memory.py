@@ -20,9 +20,8 @@ from events.fact import Fact, Recorded
 
 OVER = timedelta(minutes=10)
 LANES_MAX = 40  # maximum number of lanes shown
-CHANGES_MAX = (
-    40  # maximum number of state changes kept per worker; of the serving share, ten times as many are kept
-)
+# maximum number of state changes kept per worker; of the serving share, ten times as many are kept
+CHANGES_MAX = 40
 SHARE_EVERY_MS = 500.0  # changes of the serving share within this many milliseconds are merged into one
 
 Lane = tuple[tuple[float, str], ...]

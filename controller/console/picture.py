@@ -43,9 +43,8 @@ class FleetPicture:
         self._workers: dict[str, tuple[Worker, WorkerView, rows.WorkerRow]] = {}
         self._rows: dict[str, rows.WorkerRow] = {}
         self._told: dict[int, tuple[RecentEvent, int, rows.EventRow]] = {}  # by sequence number
-        self._of: tuple[object, object] | None = (
-            None  # the fold's `workers` and `awaited` from which the rows were computed
-        )
+        # the fold's `workers` and `awaited` from which the rows were computed
+        self._of: tuple[object, object] | None = None
         self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 
     def taken(self, moment: FleetMoment) -> rows.Sections:

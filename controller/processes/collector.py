@@ -43,9 +43,8 @@ class HeapTrim:
         """`resident` returns the number of resident bytes of the process. `trim` returns freed memory to the system."""
         self._resident = resident or resident_bytes
         self._trim = trim or trim_heap
-        self._least = self._left = (
-            self._resident()
-        )  # the minimum so far, and the resident bytes after the last trim
+        # the minimum so far, and the resident bytes after the last trim
+        self._least = self._left = self._resident()
         self._pause_s = PAUSE_S
         self._due = 0.0
 

@@ -13,9 +13,8 @@ from controller.runtime.projection.projector import Projector
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 
-NEAR = (
-    1_000  # if fewer events are left to project, the old projection can be stopped while they are projected
-)
+# if fewer events are left to project, the old projection can be stopped while they are projected
+NEAR = 1_000
 ROUNDS_MAX = 20  # maximum number of times that the end of the journal is approached
 LAST_BIT_S = 60.0  # timeout in seconds for projecting the last events, while the old projection is stopped
 DISCARD_S = 10.0  # timeout in seconds for dropping the new tables after a failure

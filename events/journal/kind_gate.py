@@ -28,9 +28,8 @@ from events.journal.port import JournalUnavailable
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.versions import BASE_KINDS, NEW_WORDS, Known, NewWord, names, new_kinds, older, stated_kinds
 
-WAITING_MAX = (
-    256  # observations; beyond it the oldest is dropped, so that memory stays bounded without a broker
-)
+# observations; beyond it the oldest is dropped, so that memory stays bounded without a broker
+WAITING_MAX = 256
 COMMANDS_MAX = 100  # ids of operator commands that led to a dropped observation
 
 IN_FORCE = "kinds_in_force.json"

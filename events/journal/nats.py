@@ -80,9 +80,8 @@ class NatsJournal(JournalReadAccess):
             check=self._check,
             route=self._route,
         )
-        self._intake = (
-            False  # this process's account publishes to a controller's fact intake, and may read nothing
-        )
+        # this process's account publishes to a controller's fact intake, and may read nothing
+        self._intake = False
         self._gate: KindGate | None = None  # None: every observation is published
         self._announcer: Announcer | None = None
         if known is not None:

@@ -193,9 +193,8 @@ class Outbox:
             self._spool.close(empty=not self._open)
 
 
-WINDOW = (
-    16  # single messages in flight; a server that syncs each one needs 4 ms for 16, or 50 ms with a busy disk
-)
+# single messages in flight; a server that syncs each one needs 4 ms for 16, or 50 ms with a busy disk
+WINDOW = 16
 AT_ONCE = 4  # facts in flight up to which a new fact is sent at once; later facts of a burst become a batch
 BATCH_MIN = 16  # smallest atomic batch; a batch takes 2.5 ms, as long as a dozen single messages
 BATCH_MAX = 500  # facts in one atomic batch; the server allows 1,000
@@ -310,9 +309,8 @@ class Publisher:
             now = loop.time()
             if self._overdue(now):
                 log.warning("acknowledgement_overdue", in_flight=len(self._flight))
-                self._checked = (
-                    False  # the check also finds out whether facts must go to the intake's subject
-                )
+                # the check also finds out whether facts must go to the intake's subject
+                self._checked = False
                 self._rewind()
             if self._connection.connected and now >= self._paused_until and await self._trusted(now):
                 await self._pump(now)

@@ -292,9 +292,8 @@ class JournalReader:
             if event.fact.__class__ is Skipped or seq in self._perhaps_quarantined:
                 judged = self._judge(event, messages.place_id(subject, body))
                 if judged is None:
-                    inbox.waiting = (
-                        taken[place:] + inbox.waiting
-                    )  # the events before this one are yielded first
+                    # the events before this one are yielded first
+                    inbox.waiting = taken[place:] + inbox.waiting
                     return events, seq
                 event, id = judged, parse_headers(raw).get("ce-id", "")
             events.append(event)

@@ -27,9 +27,8 @@ RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
 PING_INTERVAL_S = 2
 PINGS_MAX = 2  # unanswered pings; a broker that is silent for 4-6 s is considered dead
-PENDING_MSGS_MAX = (
-    65536  # limit of each subscription; nats-py drops further messages, and readers detect the gap
-)
+# limit of each subscription; nats-py drops further messages, and readers detect the gap
+PENDING_MSGS_MAX = 65536
 FORBIDDEN = "permissions violation"
 TOLD_MAX = 64  # distinct denials that are logged
 
@@ -259,9 +258,8 @@ class BrokerConnection:
         with self.expect(worker) as (address, future), self._request_on(subject):
             async with asyncio.timeout(deadline_s):
                 if worker and not self._asks_workers:
-                    self._asks_workers = (
-                        True  # set before the await, because two requests may be sent at the same time
-                    )
+                    # set before the await, because two requests may be sent at the same time
+                    self._asks_workers = True
                     await self.hear_answers(self._answered)
                 await self.client.publish(subject, body, address, headers)
                 answer = await future

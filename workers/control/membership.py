@@ -34,9 +34,8 @@ from workers.output import layout
 from workers.server import WorkerServer
 
 POLL_S = 0.1
-CHANGE_INTERVAL_S = (
-    10.0  # minimum time between facts with different reasons, so that a flapping reason causes few facts
-)
+# minimum time between facts with different reasons, so that a flapping reason causes few facts
+CHANGE_INTERVAL_S = 10.0
 REPEAT_S = 120.0  # repetition interval of the same reason; the fleet forgets the worker after ten minutes without a fact
 BEAT_S = 1.0
 # the fields of an engine's identity that the canary key depends on (KIND), and the other registered ones (DESCRIBED)

@@ -261,9 +261,8 @@ class DeviceWatch:
         self._ready = threading.Event()
         self._begun = threading.Event()
         self._stopped = threading.Event()
-        self._wake_reader = (
-            threading.Event()
-        )  # set when the reader must read now instead of after its interval
+        # set when the reader must read now instead of after its interval
+        self._wake_reader = threading.Event()
         self._faults = StandingFaults(self._policy.throttle, memory)
         self._xids = XidListener(self._policy.wait_ms, self._stopped, self._take_xid, self._wake_reader.set)
         self._reader = self._thread("device-watch", self._read)
@@ -417,9 +416,8 @@ class DeviceWatch:
             self._faults.take_reading(uuid, reading, peers)
         if present != self._xids.gpus:
             self._resubscribe(nvml, present)
-            self._reopened_at = (
-                time.monotonic()
-            )  # delays the next reopening, which loses Xids, until the GPU may be back
+            # delays the next reopening, which loses Xids, until the GPU may be back
+            self._reopened_at = time.monotonic()
         reopen_due = time.monotonic() - self._reopened_at >= self._policy.reopen_s
         if (self._xids.deafened or len(present) < len(readings)) and reopen_due:
             self._reopened_at = time.monotonic()

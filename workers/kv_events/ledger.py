@@ -87,9 +87,8 @@ class _Snapshot:
             first = last
 
     def _tiers(self, index: int) -> int:
-        return (
-            self.tiers.get(self.blocks[index], _HELD) or _HELD
-        )  # a hole is on no tier, and is dumped as stored
+        # a hole is on no tier, and is dumped as stored
+        return self.tiers.get(self.blocks[index], _HELD) or _HELD
 
 
 class KvEventLedger:

@@ -65,9 +65,8 @@ class KvPublisher:
         self._route = f"{subjects.kv_events(worker)} ".encode()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._heard: Interest | None = (
-            None  # the subscription to frontends' requests; None until the broker is connected
-        )
+        # the subscription to frontends' requests; None until the broker is connected
+        self._heard: Interest | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         self._next_timer: asyncio.TimerHandle | None = None
 

@@ -314,9 +314,8 @@ class Receiver:
         self._key = key
         self._ledger = TransferReservations(own, policy)
         self._rooms: dict[str, _ReservedRoom] = {}
-        self._lock = (
-            threading.RLock()
-        )  # reentrant, because a callback of an arrival may call this object again
+        # reentrant, because a callback of an arrival may call this object again
+        self._lock = threading.RLock()
         self._connection_slots = threading.BoundedSemaphore(2 * policy.live_max * len(own))
         self._connections: set[TransferSocket] = set()
         self._to_empty: deque[Region] = deque()

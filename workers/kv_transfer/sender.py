@@ -358,9 +358,8 @@ class Shipment:
         self._sender = Sender(grant, description, mappings, transport, key)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="kv-send") if threads is None else None
         self._threads = threads or self._own
-        self._turn = (
-            threading.Lock()
-        )  # serialises calls, so that the socket is not closed while another call uses it
+        # serialises calls, so that the socket is not closed while another call uses it
+        self._turn = threading.Lock()
 
     @property
     def way(self) -> str:

@@ -35,12 +35,10 @@ from workers.kv_transfer.messages import Buffer, Grant
 from workers.migration.state import packed_state
 from workers.migration.trust import THREADS_MAX, OutgoingShipment, SenderDistrusted, Trust, TrustedSender
 
-STOPPED_S_MAX = (
-    2.0  # from the stop until the frontend sends Cancel or Stay, including the transfer of the last blocks
-)
-STOP_S_MAX = (
-    10.0  # for the engine to stop the stream at the end of its step; an engine that needs longer hangs
-)
+# from the stop until the frontend sends Cancel or Stay, including the transfer of the last blocks
+STOPPED_S_MAX = 2.0
+# for the engine to stop the stream at the end of its step; an engine that needs longer hangs
+STOP_S_MAX = 10.0
 SETTLE_S_MAX = 0.05  # for the target to copy the blocks sent so far, before the next ones or the stop
 _grants = msgspec.msgpack.Decoder(Grant)
 

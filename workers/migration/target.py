@@ -36,9 +36,8 @@ from workers.migration.state import RequestMigrationState, difference, unpacked_
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.7
-COMMIT_S_MAX = (
-    10.0  # for the engine to continue the stream at the end of its step; an engine that needs longer hangs
-)
+# for the engine to continue the stream at the end of its step; an engine that needs longer hangs
+COMMIT_S_MAX = 10.0
 
 log = structlog.get_logger(__name__)
 

@@ -29,9 +29,8 @@ from controller.adapters.embedded.server import (
 from controller.read_model.grants import OWNER
 
 SUPERUSER = "postgres"
-HBA_RULES = (
-    "# written by holdfast at each start\nhost all all 127.0.0.1/32 scram-sha-256\n"  # no replication access
-)
+# no replication access
+HBA_RULES = "# written by holdfast at each start\nhost all all 127.0.0.1/32 scram-sha-256\n"
 _SINGLE = {"exit_on_error": "on", "log_min_error_statement": "panic"}
 
 

@@ -19,9 +19,8 @@ from controller.read_model.grants import (
 
 SCHEMA = "holdfast"
 EDITION = "holdfast accounts 1"  # change this when a statement changes, so that databases are set up again at their next start
-READERS_MAX = (
-    40  # maximum connections of readers, below `CONNECTIONS_MAX`, so that the projector can always connect
-)
+# maximum connections of readers, below `CONNECTIONS_MAX`, so that the projector can always connect
+READERS_MAX = 40
 _ATTRIBUTES = "LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION NOBYPASSRLS"
 _NO_SUPERUSER_LOGIN = """DO $$ DECLARE account name; BEGIN
     FOR account IN SELECT rolname FROM pg_roles WHERE rolsuper LOOP

@@ -29,9 +29,8 @@ MAX_PAYLOAD = 4 * 1024 * 1024
 REFUSES = b"JetStream failed to store a msg"
 ROOM_BYTES = 16 * 1024 * 1024  # free disk space above which a refusal to store is not due to a full disk
 USERS = "users.conf"  # a file that the configuration includes
-BATCHES_MAX = (
-    500  # atomic publish batches in flight, since all processes of a large fleet may reconnect at once
-)
+# atomic publish batches in flight, since all processes of a large fleet may reconnect at once
+BATCHES_MAX = 500
 
 
 def nats_binary() -> Path:

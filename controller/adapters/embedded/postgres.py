@@ -31,9 +31,8 @@ from controller.adapters.embedded.server import (
 )
 
 CONNECTIONS_MAX = 50
-UNPRIVILEGED = (
-    "nobody"  # the user that runs postgres if this process is root, because postgres refuses to run as root
-)
+# the user that runs postgres if this process is root, because postgres refuses to run as root
+UNPRIVILEGED = "nobody"
 
 
 def postgres_install() -> Path:

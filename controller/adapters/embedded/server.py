@@ -19,9 +19,8 @@ from events.errors import HoldfastError
 
 START_DEADLINE_S = 30.0  # enough for a broker with millions of messages, or a database in recovery
 STOP_DEADLINE_S = 5.0
-LOCK_WAIT_S = (
-    3.0  # how long to wait for the lock, which the child processes of a killed postgres hold for a moment
-)
+# how long to wait for the lock, which the child processes of a killed postgres hold for a moment
+LOCK_WAIT_S = 3.0
 POLL_S = 0.004
 PORT_TRIES = 2
 PR_SET_PDEATHSIG = 1

@@ -25,9 +25,8 @@ from events.nats.connection import BrokerConnection, when_connected
 
 WINDOW_S = 0.001  # how long events wait to be sent with others
 BEAT_S = 1.0  # interval of presence messages
-UNSENT_BYTES_MAX = (
-    16 * 1024 * 1024
-)  # if more bytes wait to be sent, events are dropped and the whole state is sent later
+# if more bytes wait to be sent, events are dropped and the whole state is sent later
+UNSENT_BYTES_MAX = 16 * 1024 * 1024
 _ROUTE = f"{subjects.KV_SLOTS} ".encode()
 
 log = structlog.get_logger(__name__)

@@ -55,9 +55,8 @@ async def record(connection: Connection, rows: Sequence[projection.Row]) -> None
 
 
 END_S = 5.0
-COLLECT_AT = (
-    500_000  # objects until the garbage collector runs; rare, because rows create no reference cycles
-)
+# objects until the garbage collector runs; rare, because rows create no reference cycles
+COLLECT_AT = 500_000
 DONE = b"done\n"
 _LENGTH = 4
 _encode = msgspec.json.Encoder().encode
@@ -89,9 +88,8 @@ class AuditHelper:
         self._policy = policy
         self._place = {"url": url, "schema": schema}
         self._process: asyncio.subprocess.Process | None = None
-        self._refused = (
-            False  # whether the first batch was too small, so that this process writes the rows itself
-        )
+        # whether the first batch was too small, so that this process writes the rows itself
+        self._refused = False
 
     @property
     def pid(self) -> int | None:

@@ -42,9 +42,8 @@ LOCK = 0x0_4F1D_FA57  # key of the advisory lock of the database that allows one
 LOCK_S = 60  # maximum wait for another migration or a locked table
 _BY_THE_OWNER = "Run `holdfast database migrate` with HOLDFAST_DATABASE_URL as the owner of the tables."
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
-WITHIN_S = (
-    600.0  # deadline of a whole migration; an index on an audit table of millions of rows takes minutes
-)
+# deadline of a whole migration; an index on an audit table of millions of rows takes minutes
+WITHIN_S = 600.0
 
 
 class DatabaseInUse(HoldfastError):

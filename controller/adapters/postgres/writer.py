@@ -134,9 +134,8 @@ class Writer:
         self._kept: int | None = None  # last stream sequence in the newest snapshot; None: unknown
         # stream sequence and time of the last decision; None: not known yet
         self._decided: tuple[int, datetime] | None = None
-        self._written: Fleet | None = (
-            None  # the fleet that the rows show; None: unknown, so that all rows are written
-        )
+        # the fleet that the rows show; None: unknown, so that all rows are written
+        self._written: Fleet | None = None
 
     async def project(
         self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int, *, audit: bool

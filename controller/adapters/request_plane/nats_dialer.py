@@ -34,9 +34,8 @@ class ChannelConnection(WorkerConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, Channel)
         self._channel = transport
-        self._unread: deque[tuple[int, int]] = (
-            deque()
-        )  # unread requests: end in the sent byte stream, stream number
+        # unread requests: end in the sent byte stream, stream number
+        self._unread: deque[tuple[int, int]] = deque()
         super().connection_made(transport)
 
     def open(self, stream: int, request: Generate, sink: Sink) -> None:

@@ -6,9 +6,8 @@ from controller.common_flags import output_flag
 from controller.processes.flag_types import positive
 from events.chaos import FAULTS
 
-RESTART_S = (
-    180.0  # default seconds for the restart of one worker: its shutdown grace and the start of its successor
-)
+# default seconds for the restart of one worker: its shutdown grace and the start of its successor
+RESTART_S = 180.0
 WATCH_S = 2.0  # default seconds between outputs of `status --watch`
 TOP_EVERY_S = 1.0  # default seconds between redraws of `top`
 SCALE_MAX = 10_000

@@ -171,9 +171,8 @@ class Completion:
 
     def usage(self) -> dict[str, object]:
         """Return the token usage: the prompt tokens, and the accepted tokens of all answers, over all attempts."""
-        made = read = cached = (
-            0  # plain loops: this runs with every flush, and generators take four times as long
-        )
+        # plain loops: this runs with every flush, and generators take four times as long
+        made = read = cached = 0
         for answer in self.answers:
             made += len(answer.accepted)
         # choices of one prompt share its tokens, so each prompt is counted once

@@ -15,12 +15,10 @@ from events import observations as o
 from events.fact import Recorded
 
 LANES_MAX = 60  # maximum number of lanes, because a chart with more is unreadable
-PASSED_MAX = (
-    1500  # maximum number of passed canaries drawn; if there are more, only every second, third … is drawn
-)
-MOVES_TOGETHER_MS = (
-    200  # moves between the same two workers within this many milliseconds are drawn as one arrow
-)
+# maximum number of passed canaries drawn; if there are more, only every second, third … is drawn
+PASSED_MAX = 1500
+# moves between the same two workers within this many milliseconds are drawn as one arrow
+MOVES_TOGETHER_MS = 200
 
 
 def lanes(found: Report) -> dict[str, Any]:

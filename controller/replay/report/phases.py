@@ -21,9 +21,8 @@ from events.decisions import BreakerOpened, DrainStarted, HealthChanged, Inciden
 from events.fact import Decision, Recorded
 from events.observations import ChaosInjected
 
-REMEMBERED = (
-    20_000  # number of recent event times that are kept, so that the time of a cause can be looked up
-)
+# number of recent event times that are kept, so that the time of a cause can be looked up
+REMEMBERED = 20_000
 NAMES = ("noticed", "fenced", "recovered")
 
 

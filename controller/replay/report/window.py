@@ -15,9 +15,8 @@ from events.journal.port import Journal
 from events.order import Order
 
 EVENTS_MAX = 100_000  # maximum number of events of one report; later events are left out
-HISTORY_EVENTS = (
-    200_000  # number of events at the journal's end that are searched for incidents to report and compare
-)
+# number of events at the journal's end that are searched for incidents to report and compare
+HISTORY_EVENTS = 200_000
 AROUND = timedelta(seconds=5)  # time included before an incident's first event and after its last event
 LATELY = timedelta(minutes=10)  # the default window if the journal holds no recent incident
 

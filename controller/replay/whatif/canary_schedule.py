@@ -25,9 +25,8 @@ JITTER = 0.1  # an interval may be longer or shorter by this share
 NEAR_S = 2.0  # a recorded trial up to this many seconds before a trial of the course counts as the same trial
 SOON_S = 6.0  # a recorded trial up to this many seconds after a trial of the course counts as the same trial
 JOIN_AGAIN_S = 2.0  # seconds after which a failed join canary is sent again
-LOOK_S = (
-    1.0  # seconds after a recorded trial until it is certain whether this course has sent that trial as well
-)
+# seconds after a recorded trial until it is certain whether this course has sent that trial as well
+LOOK_S = 1.0
 NOTHING = 255  # pseudo-result: no canary was sent; the schedule must be computed again at this time
 INFINITY = float("inf")
 

@@ -398,9 +398,8 @@ class _Course:
 
 
 FORKED_FROM = 20_000  # events; a course of a shorter recording takes less time than starting a process
-_task: tuple[Recording, Sequence[CourseTerms]] | None = (
-    None  # what the forked processes work on; they inherit it
-)
+# what the forked processes work on; they inherit it
+_task: tuple[Recording, Sequence[CourseTerms]] | None = None
 
 
 def take_all(recording: Recording, terms: Sequence[CourseTerms]) -> list[CourseTaken]:

@@ -13,9 +13,8 @@ from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 
 EVENTS_MAX = 5_000_000  # maximum number of events that one what-if question covers
-SERVED_AFTER_S = (
-    600.0  # seconds after a worker's failed request in which its served requests may affect its breaker
-)
+# seconds after a worker's failed request in which its served requests may affect its breaker
+SERVED_AFTER_S = 600.0
 
 GOOD, SLOW, WRONG, MUTE = range(4)  # results of a canary: correct, correct but slow, wrong, no answer
 WRONG_REASONS = ("token_mismatch", "logit_drift", "non_finite")

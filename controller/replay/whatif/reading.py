@@ -15,9 +15,8 @@ from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, Reopen
 
-SHARED_FROM = (
-    100_000  # minimum number of events that is read in parallel; fewer are read faster than processes start
-)
+# minimum number of events that is read in parallel; fewer are read faster than processes start
+SHARED_FROM = 100_000
 STRETCHES = 3  # stretches per core, so that the first ones are folded while the last ones are still read
 
 

@@ -68,12 +68,10 @@ from workers.kv_transfer.messages import Buffer, Description
 
 STOP_S_MAX = 2.0
 RETRY_S = 0.5  # between two attempts to reach the upstream at the start
-HANDLE_BYTES = (
-    2 * 1024 * 1024
-)  # size of the KV block that carries a handle; one block number needs about six bytes
-TOKENS_MAX = (
-    HANDLE_BYTES // 2
-)  # of a sequence that can move: a KV block must have at least two bytes per token
+# size of the KV block that carries a handle; one block number needs about six bytes
+HANDLE_BYTES = 2 * 1024 * 1024
+# of a sequence that can move: a KV block must have at least two bytes per token
+TOKENS_MAX = HANDLE_BYTES // 2
 
 log = structlog.get_logger(__name__)
 
@@ -97,9 +95,8 @@ class OpenAIEngine:
         self._epochs = CacheEpochs()
         self._requests = UpstreamRequests(settings.batch_max + settings.waiting_max)
         self._places = Places()
-        self._runs = (
-            settings.batch_max
-        )  # maximum number of requests that are at the upstream at once; the others wait
+        # maximum number of requests that are at the upstream at once; the others wait
+        self._runs = settings.batch_max
         self._stopped: dict[
             int, Generate
         ] = {}  # for each request stopped for a move, the request that would continue it

@@ -19,9 +19,8 @@ CONTEXT_TOKENS = 4096  # used if neither the settings nor the upstream contain a
 MOST_TOKENS = 1 << 31
 BLOCK_TOKENS = 16  # used if neither the settings nor the upstream contain a block size
 PREFILL_TOKENS_PER_S = 5000.0  # an estimate for the profile, which no measurement corrects
-BATCH_SLOWDOWN = (
-    2.0  # an estimate of the time per token in a full batch, as a multiple of that of a single stream
-)
+# an estimate of the time per token in a full batch, as a multiple of that of a single stream
+BATCH_SLOWDOWN = 2.0
 
 log = structlog.get_logger(__name__)
 

@@ -44,9 +44,8 @@ class IdentityWatch:
         self._handles_doubted = not known.handles
         self._handles_wait_s = HANDLES_S_MIN
         now = asyncio.get_running_loop().time()
-        self._handles_at = (
-            now if known.handles else now + HANDLES_S_MIN
-        )  # earliest time of the next probe for handles
+        # earliest time of the next probe for handles
+        self._handles_at = now if known.handles else now + HANDLES_S_MIN
         self.changed = ""  # the fields that have changed; empty: none
 
     def note(self, field: str) -> None:

@@ -29,9 +29,8 @@ POLL_MS = 100  # an idle thread notices `stop` after this time at the latest
 HEARD_MAX = 1000  # KV-event batches received from one rank before the other ranks are polled
 BATCH_BYTES_MAX = 256 * 1024 * 1024
 WAITING_MAX = 100_000  # queued KV-event batches; vLLM keeps as many for a slow subscriber
-REPLAY_SILENCE_S = (
-    2.0  # wait for the next answer of a replay; the upstream polls for requests at least every 0.1 s
-)
+# wait for the next answer of a replay; the upstream polls for requests at least every 0.1 s
+REPLAY_SILENCE_S = 2.0
 REPLAY_S_MAX = 30.0  # for a whole replay
 RECONNECT_S_MAX = 2.0
 QUIET_S = 10.0  # if a rank publishes nothing for longer, a replay is requested to detect lost batches

@@ -39,9 +39,8 @@ SALTED_MAX = 10_000  # recorded salted prompts, for engines that do not report s
 EPOCH_DIGITS_MAX = 18  # an epoch is a time in microseconds since 1970, which has 16 digits
 KNOWN_MAX = 2_000_000  # known blocks of one rank; with 16 tokens each, 32 million tokens
 CANARY_SALT = "holdfast-canary-"  # prefix of the salts by which canaries share no blocks of the prefix cache
-EPOCH_SALT = (
-    "holdfast-epoch-"  # prefix of a salt; the epoch's number, a dash, and the request's own salt follow
-)
+# prefix of a salt; the epoch's number, a dash, and the request's own salt follow
+EPOCH_SALT = "holdfast-epoch-"
 REASONS = ("orphan", "odd_size", "unnamed", "full")
 
 Key = int | bytes
@@ -287,9 +286,8 @@ class Names:
         self._known: dict[Key, Block] = {}
         self._known_max = known_max
         self._salted_max = salted_max
-        self._group: int | None = (
-            None  # the KV cache group with the blocks of prefixes; None: the engine has only one
-        )
+        # the KV cache group with the blocks of prefixes; None: the engine has only one
+        self._group: int | None = None
         self._lost = False  # some blocks may be known but not held
         self._reports_salts = False  # the engine has reported a salt; earlier versions of vLLM report none
         self._epoch = 0  # the newest epoch; only its blocks can be reused

@@ -10,9 +10,8 @@ from heapq import heapify, heappop, heappush
 from events.wire import Chunk, Generate
 from workers.engines.engine import CANARIES_MAX, Phase
 
-JOINS_WITHIN_S = (
-    0.25  # a request may still join an upstream's step if it arrives within this time after the step's start
-)
+# a request may still join an upstream's step if it arrives within this time after the step's start
+JOINS_WITHIN_S = 0.25
 
 
 @dataclass(slots=True, eq=False)

@@ -443,9 +443,8 @@ def completion(abilities: Abilities, request: Generate) -> JsonObject:
         unique = request.cache_salt or secrets.token_hex(16)
         body["cache_salt"] = CANARY_SALT + unique if request.canary else unique
         if abilities.ids_from == "logprobs":
-            body["cache_prompt"] = (
-                False  # llama-server has no salts; this field makes it compute the whole prompt
-            )
+            # llama-server has no salts; this field makes it compute the whole prompt
+            body["cache_prompt"] = False
     return body
 
 

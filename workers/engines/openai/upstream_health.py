@@ -45,9 +45,8 @@ class UpstreamHealth:
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
         self.refusals = 0  # number of refused checks in a row
-        self._silent_since: float | None = (
-            None  # start of the first unanswered check in a row; None: the last was answered
-        )
+        # start of the first unanswered check in a row; None: the last was answered
+        self._silent_since: float | None = None
 
     def judge(self, answer: HealthAnswer, began_at: float, token_at: float, now: float) -> str:
         """Process one health check. Return why the upstream is dead, or an empty string if it is not dead.

@@ -35,9 +35,8 @@ _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
 SHORT_S = 0.02  # shorter steps use the finer timer, which would be too costly for all steps of many engines
 LATE_S = 0.005  # the next step does not make up for a longer delay
-TURN_TOKENS = (
-    512  # tokens of steps without a duration per loop iteration of a worker, which take less than 0.5 ms
-)
+# tokens of steps without a duration per loop iteration of a worker, which take less than 0.5 ms
+TURN_TOKENS = 512
 IDLE = Phase()
 
 
@@ -106,9 +105,8 @@ class SimulatedRank:
         self.scheduler = Scheduler(shape)
         self.transit = self.scheduler.transit
         self.faults = self.scheduler.faults
-        self._fatal: set[int] = (
-            set()
-        )  # keys of requests with fatal tokens: the next pass with prefill ends the process
+        # keys of requests with fatal tokens: the next pass with prefill ends the process
+        self._fatal: set[int] = set()
         self._number = number
         self.timing = timing
         self._turn_tokens = turn_tokens

@@ -124,9 +124,8 @@ class Scheduler:
     def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
         self.shape = shape
         self.mute = mute
-        self.batch_limit = (
-            shape.batch_max
-        )  # number of slots that new requests may fill; a request with a slot keeps it
+        # number of slots that new requests may fill; a request with a slot keeps it
+        self.batch_limit = shape.batch_max
         self.kv = KvManager(
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
@@ -135,9 +134,8 @@ class Scheduler:
         self.batch = DecodeBatch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
         self.waiting = WaitingQueue()
-        self._canaries: set[int] = (
-            set()
-        )  # keys of canaries; those that have ended are dropped when the canaries are counted
+        # keys of canaries; those that have ended are dropped when the canaries are counted
+        self._canaries: set[int] = set()
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
         self.preemptions = 0  # number of preemptions so far
         # the values of `_standing` when the last attempt to admit a request failed; None: no attempt has failed since

@@ -46,9 +46,8 @@ DECODE_MS_MIN = 1.0
 NUMBER_MAX = 1e12  # largest number in a profile, in tokens or milliseconds (30 years)
 BYTES_MAX = 16 << 20  # maximum size of an unpacked profile; `holdfast profile` writes 30 kB
 PREFILL_TOKENS_PER_S = 200_000.0  # default if decode steps take time: about an 8B model on a recent GPU
-FLAT_OUT_PREFILL_TOKENS_PER_S = (
-    5_000_000.0  # in the profile if prefill takes no time: about the speed of one core
-)
+# in the profile if prefill takes no time: about the speed of one core
+FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0
 FLAT_OUT_TOKEN_MS = 0.001  # time per token in the profile if steps have no duration
 SLOWED_STEP_S = 0.001  # the fault `slow` treats a shorter step as a step of this duration
 

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCRATCH_FLOATS_MAX = (
-    16 * 1024 * 1024
-)  # numbers in one score tensor; longer prompts are split into bands of rows
+# numbers in one score tensor; longer prompts are split into bands of rows
+SCRATCH_FLOATS_MAX = 16 * 1024 * 1024
 _SPARSE = 3  # gather the blocks if the slice that contains them has more than this many times as many blocks
 
 

@@ -64,9 +64,8 @@ class TransformersEngine:
         self._inbox: deque[Callable[[Stepper], None]] = deque()
         self._wake = threading.Condition()
         self._busy = False  # whether there was work in the last iteration of the engine's thread
-        self._changed = (
-            False  # blocks or a slot have become free, so that waiting requests may be able to run
-        )
+        # blocks or a slot have become free, so that waiting requests may be able to run
+        self._changed = False
         self.moves: TorchMoves | None = None
         self._stopping = threading.Event()
         self._stepper: Stepper | None = None

@@ -23,12 +23,10 @@ from torch import Tensor
 from events.wire import Logprob
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
-PROMPT_ROWS = (
-    128  # prompt rows of logits that are computed at once; with a vocabulary of 150,000, they take 77 MB
-)
-GREEDY_BELOW = (
-    1e-5  # below this temperature sampling is greedy, because the division by the temperature would overflow
-)
+# prompt rows of logits that are computed at once; with a vocabulary of 150,000, they take 77 MB
+PROMPT_ROWS = 128
+# below this temperature sampling is greedy, because the division by the temperature would overflow
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
