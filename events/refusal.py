@@ -24,7 +24,7 @@ class RequestRefusal(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> str:
-        """The refusal as the `error` of a chunk, which starts with `invalid_request:`."""
+        """The text for the `error` field of a chunk: `invalid_request:` followed by the reason."""
         plain = self == RequestRefusal(self.message) and not self.message.startswith("{")
         return f"{REASON}: {self.message if plain else msgspec.json.encode(self).decode()}"
 

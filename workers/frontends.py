@@ -263,8 +263,8 @@ class FrontendConnections:
     def greeted(self, connection: FrontendConnection) -> bool:
         """Record that a connection has sent its hello, so that it belongs to a frontend.
 
-        If a limit is exceeded, abort the frontend without streams that has been idle longest. Return False if all other
-        frontends have streams, so that `connection` itself was aborted.
+        If this exceeds a limit on connections, abort one connection: of those without streams, the one that has been idle
+        longest. If every other connection has streams, abort `connection` itself and return False. Otherwise return True.
         """
         self._strangers.pop(connection, None)
         bound = self._exceeded(connection.address)

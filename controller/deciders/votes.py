@@ -166,7 +166,7 @@ class OperatorRequest:
 
 @dataclass(frozen=True, slots=True)
 class GoldenMoves:
-    """The part of a golden's state that comes from outvoting and from operators' requests."""
+    """Records what last changed a golden, or is about to change it: a majority for another answer, or an operator's request."""
 
     outvoted_by: int = 0  # number of the decision by which another answer last outvoted it
     wanted: OperatorRequest | None = None  # an operator's request, until a decision has reacted

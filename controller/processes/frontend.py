@@ -358,10 +358,10 @@ class FrontendProcess:
 
 
 async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> None:
-    """Follow the journal, and retry after errors.
+    """Follow the journal, and continue after two kinds of errors.
 
-    An event that stops all readers is retried until an operator has resolved it. If the next events were dropped, the view
-    continues from a snapshot. After any other error, log it and stop following.
+    If an event stops all readers, read it again until an operator has resolved it. If the journal has dropped the next events,
+    continue from a snapshot. Log any other error and stop following.
     """
     while True:
         try:

@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 
 class Claim(msgspec.Struct):
-    """The value of the lease's cell. An empty `holder` means that the lease was released."""
+    """The value stored for the lease: the controller that holds it. An empty `holder` means that the lease was released."""
 
     holder: str
 

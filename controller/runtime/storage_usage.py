@@ -2,8 +2,9 @@
 
 The journal is on the broker. A spool is a file of a process on this host, in which facts wait for the broker.
 
-A journal that has reached its own bound is not full, because its oldest events are dropped once a snapshot covers them. A journal
-is full if its disk is full, or if it was created with a bound at which the broker refuses new messages.
+What happens at a journal's size limit depends on how its stream was created. If the broker drops the oldest events (once a
+snapshot covers them), such a journal is full only when its disk is full. If the broker refuses new messages at the limit, the
+journal is full as soon as it reaches the limit.
 """
 
 import asyncio

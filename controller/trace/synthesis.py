@@ -217,7 +217,10 @@ class _Prompts:
 
 
 def _prefixes(profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> list[_Prefix]:
-    """Return the profile's shared prefixes with their decks. Their hash ids are consecutive numbers from 0."""
+    """Return the profile's shared prefixes, each with the distributions (`Deck`) from which its continuations are drawn.
+
+    The hash ids of the prefixes are consecutive numbers from 0.
+    """
     paths, rests, leaves = (_chance(seed, purpose) for purpose in ("paths", "rests", "leaves"))
     core = profile.core
     first = {key: Deck(counts, leaves) for key, counts in sorted(core.first_leaves.items())}

@@ -252,8 +252,10 @@ class NatsJournal(JournalReadAccess):
         return id
 
     def withheld(self, command: str) -> bool:
-        """Return whether the observation that resulted from this operator's command was dropped, because its kind is not in
-        force."""
+        """Return whether the observation that an operator's command led to was dropped.
+
+        `command` is the id of the command. An observation is dropped if its kind is not in force.
+        """
         return self._gate is not None and self._gate.dropped_command(command)
 
     def _message(

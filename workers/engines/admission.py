@@ -194,7 +194,8 @@ class LimitedEngine(WrappedEngine):
     def identity(self) -> EngineIdentity:
         """The engine's identity with two values replaced.
 
-        `max_batch` of the profile is at most N. `waiting_max` is the number of all other accepted requests.
+        `max_batch` of the profile is capped at this wrapper's limit of requests. `waiting_max` is the number of requests
+        that are accepted beyond `max_batch`, and wait.
         """
         inner = self._engine.identity
         if self._own is None or self._seen is not inner:

@@ -55,7 +55,7 @@ class TrustedSender:
     """The permission to send KV caches, which is valid until its `Trust` gets a new doubt."""
 
     def __init__(self, trust: "Trust") -> None:
-        """Build a permission. Raise SenderDistrusted if `trust` has a doubt."""
+        """Create the permission to send KV caches. Raise SenderDistrusted if there are doubts about this worker."""
         trust.check()
         self._trust = trust
         self._losses = trust.losses

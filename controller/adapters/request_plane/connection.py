@@ -107,7 +107,7 @@ class FrameBudget:
 
 
 class StreamReservations:
-    """Holds the sinks of the streams that are moving to or from the worker of one connection."""
+    """The streams that are moving to or from the worker of one connection, each with the sink for frames about its move."""
 
     def __init__(self) -> None:
         self.reserved: dict[int, TransferSink] = {}  # streams that will arrive at this worker

@@ -76,7 +76,10 @@ def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golde
 
 
 def _filters(args: argparse.Namespace) -> str:
-    """Return the selection by --model and --key as the end of a sentence, or "" if neither flag is given."""
+    """Return a phrase for messages that names the values of --model and --key, such as " of model 'sim'".
+
+    Return "" if neither flag is given.
+    """
     named = ((" of model", args.model), (" under canary key", args.key))
     return "".join(f"{what} {escape_controls(value)!r}" for what, value in named if value)
 

@@ -336,7 +336,8 @@ class LiveRequest(Sink):
     def stays(self) -> bool:
         """Whether planned moves are forbidden for this answer.
 
-        Output that was returned as text forbids moves, because the next worker would have to tokenize it.
+        They are forbidden if the worker returned text instead of token ids. Another worker would have to tokenize that text,
+        which may give other tokens.
         """
         return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
 

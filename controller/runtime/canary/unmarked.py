@@ -248,7 +248,8 @@ class UnmarkedCheck:
     ) -> list[CanaryAnswer | None]:
         """Send these workers a question marked as a canary, and return their answers in the same order.
 
-        A missing answer is None. An answer without logprobs is None too, because a near tie would look like a wrong answer.
+        A missing answer is None. An answer without logprobs counts as missing, because without logprobs a near tie cannot be
+        told from a wrong answer.
         """
         sampling = Sampling(max_tokens=question.max_tokens, logprobs=self.settings.top_k)
 

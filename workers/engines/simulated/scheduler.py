@@ -170,13 +170,13 @@ class Scheduler:
     def submit_silent(self, key: int, prompt: int, answer: int, names: Sequence[int]) -> str | None:
         """Queue a request of which only token counts and block names are known. Return None, or the reason for a refusal.
 
-        The scheduler must be mute.
+        Only for a `mute` scheduler, which counts tokens without choosing them.
 
         Args:
             key: the key of the request.
             prompt: number of prompt tokens, at least 1.
             answer: number of tokens of the answer, at least 1.
-            names: names of the leading full blocks, which may include blocks of the answer.
+            names: the hashes of the full blocks of prompt and answer, as far as the trace gives them.
         """
         assert self.mute, "this scheduler speaks"
         assert prompt > 0 < answer, "nothing to read, or nothing to say"
@@ -467,6 +467,6 @@ class Scheduler:
         return self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit
 
     def skip(self, passes: int) -> None:
-        """Advance by this many passes at once, at most by the result of `steady`. The scheduler must be mute."""
+        """Advance by this many passes at once, at most by the result of `steady`. Only for a `mute` scheduler."""
         assert self.mute and 0 <= passes <= self.steady(), "only steady passes can be skipped"
         self.batch.passes += passes
