@@ -30,6 +30,7 @@ _NEXT = (
     o.ShutdownBegan,
 )  # each of these facts begins the story of another incident or command
 _ROUTINE = (o.RequestsServed, o.TrafficReported, Absorbed)
+LISTS_ALL = "`holdfast replay timeline` lists all incidents"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,7 @@ async def story(journal: Journal, archive: Archive, incident: str) -> Story:
     carried = [e async for batch in archive.select(incident=incident) for e in batch]
     opened = next(((e, e.fact) for e in carried if isinstance(e.fact, IncidentOpened)), None)
     if opened is None:
-        raise NoSuchEvent(
-            f"the journal holds no incident {incident!r}; `holdfast replay timeline` lists all incidents"
-        )
+        raise NoSuchEvent(f"the journal holds no incident {incident!r}; {LISTS_ALL}")
     event, fact = opened
     closed, outcome = next(
         ((e, e.fact.outcome) for e in carried if isinstance(e.fact, IncidentClosed)), (None, "")
@@ -209,13 +208,15 @@ def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
 async def incident_of(archive: Archive, journal: Journal, reference: str) -> str:
     """Return the id of the incident to which an event belongs, given the event's sequence number, ce-id or `decision:N`.
 
-    If no event has this name, `reference` is taken as the id of an incident and returned. An empty result means that the event is
-    a decision without an incident."""
+    If no event has this name, `reference` is taken as the id of an incident and returned. Raise NoSuchEvent if the event is a
+    decision without an incident."""
     try:
         event = await find(journal, archive, reference)
     except NoSuchEvent:
         return reference
     if isinstance(event.fact, Decision):
+        if not event.fact.incident:
+            raise NoSuchEvent(f"{reference} ({event.fact.kind()}) belongs to no incident; {LISTS_ALL}")
         return event.fact.incident
     return event.correlation or await _led_to(archive, event) or reference
 

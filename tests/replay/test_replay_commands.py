@@ -19,7 +19,7 @@ from controller.replay.travel import NotYet
 from controller.runtime.projection.projector import Projector
 from events import codec
 from events.decisions import IncidentClosed, IncidentOpened
-from events.fact import Fact, Recorded, Skipped
+from events.fact import Decision, Fact, Recorded, Skipped
 from events.journal.memory import MemoryJournal
 from events.observations import (
     BreakerMove,
@@ -397,6 +397,16 @@ async def told(history: History, store: AnyStore) -> timeline.Story:
 async def test_an_unknown_incident_is_an_error(history: History, store: AnyStore) -> None:
     with pytest.raises(NoSuchEvent, match="no incident 'i99'"):
         await typed(history, store, "timeline", "--incident", "i99")
+
+
+async def test_a_decision_without_an_incident_is_named_in_the_error(
+    history: History, store: AnyStore
+) -> None:
+    joined = next(e.fact for e in history.events if isinstance(e.fact, Decision) and not e.fact.incident)
+    with pytest.raises(
+        NoSuchEvent, match=rf"decision:{joined.number} \({joined.kind()}\) belongs to no incident"
+    ):
+        await typed(history, store, "timeline", "--incident", f"decision:{joined.number}")
 
 
 async def test_an_empty_timeline_is_reported(history: History, store: AnyStore) -> None:
