@@ -244,7 +244,7 @@ def tiny_model(parser: argparse.ArgumentParser) -> None:
 
     kinds = parser.add_subparsers(title="models", metavar="KIND", required=True)
     text = "create a tiny seeded Llama for tests and rehearsals"
-    tiny.add_arguments(kinds.add_parser("tiny", help=text, allow_abbrev=False))
+    tiny.add_arguments(kinds.add_parser("tiny", help=text, description=text, allow_abbrev=False))
 
 
 def completion_flags(parser: argparse.ArgumentParser) -> None:
