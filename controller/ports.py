@@ -75,12 +75,10 @@ class ReadPosition:
     """How far the read model has come: its rows are the fold of all events up to the sequence number `seq`."""
 
     seq: int = 0
-    id: str = (
-        ""  # the ce-id of the event at `seq`, which detects a recreated stream with a different event there
-    )
-    at: datetime | None = (
-        None  # time of the event at `seq`, by the stream's clock; None: the read model is empty
-    )
+    # the ce-id of the event at `seq`, which detects a recreated stream with a different event there
+    id: str = ""
+    # time of the event at `seq`, by the stream's clock; None: the read model is empty
+    at: datetime | None = None
     settled: Position = Position()  # position of the last settled fold
     deciders_version: int = 0
 

@@ -35,9 +35,8 @@ class Knobs:
     """What a degradation level changes in the frontends. Every level sets all four values."""
 
     batch_size: float = 1.0  # factor on the limit of requests in flight per worker
-    shed_tier: str | None = (
-        None  # requests of this tier and lower tiers are rejected; None: no tier is rejected
-    )
+    # requests of this tier and lower tiers are rejected; None: no tier is rejected
+    shed_tier: str | None = None
     latency: float = 1.0  # factor on the first-token and queue deadlines, and on the SLO used in the ratio
     accept_new: bool = True
 
@@ -58,9 +57,8 @@ class HealthChanged(WorkerDecision):
     after: HealthStatus
     reason: str
     weight: float  # share of the traffic, 0 to 1
-    unlimited: float | None = (
-        None  # the weight without the limit that a device fault sets; None: the same as `weight`
-    )
+    # the weight without the limit that a device fault sets; None: the same as `weight`
+    unlimited: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

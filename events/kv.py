@@ -69,9 +69,8 @@ class KvRequest(msgspec.Struct, array_like=True, frozen=True):
     rank: int = 0
     first: int | None = None
     last: int | None = None
-    dump: int | None = (
-        None  # identifies the dump of the requested part by that dump's `next`; None: a new dump
-    )
+    # identifies the dump of the requested part by that dump's `next`; None: a new dump
+    dump: int | None = None
     part: int = 0
 
 

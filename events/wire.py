@@ -46,13 +46,11 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int = 0  # top-k logprobs requested with each token; 0: not requested
-    min_p: float = (
-        0.0  # tokens below this share of the highest probability are not sampled; 0: all may be sampled
-    )
+    # tokens below this share of the highest probability are not sampled; 0: all may be sampled
+    min_p: float = 0.0
     logit_bias: dict[int, float] = {}  # value added to the logit, by token id
-    prompt_logprobs: int | None = (
-        None  # top-k logprobs requested for the prompt's tokens; None: not requested
-    )
+    # top-k logprobs requested for the prompt's tokens; None: not requested
+    prompt_logprobs: int | None = None
     unset: list[
         str
     ] = []  # fields above that the client omitted; they are not sent to a server with its own defaults

@@ -62,9 +62,8 @@ class BufferLimits:
     # upper estimate of the backlog, sent as one frame and therefore below FRAME_BYTES_MAX
     backlog_bytes_max: int = 8 * 1024 * 1024
     stalled_s_max: float = 10.0  # a frontend that reads nothing for this long is disconnected
-    burst_s: float = (
-        0.001  # steps closer together than this are sent as one frame; no useful model is that fast
-    )
+    # steps closer together than this are sent as one frame; no useful model is that fast
+    burst_s: float = 0.001
 
 
 class FrontendConnection:

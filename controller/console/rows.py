@@ -56,9 +56,8 @@ class ModelRow(PageRow, frozen=True):
     share: float = 0.0  # share of the model's workers that serves, 0 to 1: mean weight, weighted by GPUs
     level: int = 0  # degradation level
     given_up: str = ""  # restrictions of the degradation level, as text
-    capacity_rps: float | None = (
-        None  # requests/s that the workers can serve within the objective; None: no objective
-    )
+    # requests/s that the workers can serve within the objective; None: no objective
+    capacity_rps: float | None = None
     promised_rps: float | None = None  # requests/s of the objective
     answers: float = 0.0  # answers per second
     tokens: float = 0.0  # tokens per second

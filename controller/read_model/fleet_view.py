@@ -54,14 +54,12 @@ class WorkerView:
     gpus: int = 0
     place: str | None = field(default=None, compare=False)  # the worker that this spare replaces
     last_canary: CanaryView | None = field(default=None, compare=False)
-    in_flight: int | None = field(
-        default=None, compare=False
-    )  # number of requests; this field and those below come only from a controller's status
+    # this field (a number of requests) and those below come only from a controller's status
+    in_flight: int | None = field(default=None, compare=False)
     instance: str = field(default="", compare=False)
     pid: int | None = field(default=None, compare=False)
-    held: bool = field(
-        default=False, compare=False
-    )  # the worker is kept out of service because no other worker of its new lineage has joined
+    # the worker is kept out of service because no other worker of its new lineage has joined
+    held: bool = field(default=False, compare=False)
     # the worker is dead, but its process is still running
     lingers: bool = field(default=False, compare=False)
 

@@ -45,9 +45,8 @@ class ServedRate(NamedTuple):
 
     answers: float = 0.0
     tokens: float = 0.0
-    ttft_ms: float | None = (
-        None  # mean time to first token in milliseconds; None: no answer within `RATES_OVER`
-    )
+    # mean time to first token in milliseconds; None: no answer within `RATES_OVER`
+    ttft_ms: float | None = None
     refused: float = 0.0
 
 

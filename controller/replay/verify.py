@@ -83,13 +83,11 @@ class VerifyReport:
     since: int = 0  # sequence number of the snapshot from which the fold began; 0: the fold began at the journal's start
     folded: int = 0  # number of events folded
     decided: int = 0  # number of decisions for which the deciders returned the same decision again
-    foreign: int = (
-        0  # number of messages that no reader folds, because they are not Holdfast events or are quarantined
-    )
+    # number of messages that no reader folds, because they are not Holdfast events or are quarantined
+    foreign: int = 0
     forged: int = 0  # number of facts that their source cannot have published
-    skipped: int = (
-        0  # number of decisions not decided again: unsupported deciders version, or no policy adopted yet
-    )
+    # number of decisions not decided again: unsupported deciders version, or no policy adopted yet
+    skipped: int = 0
     skipped_versions: set[int] = field(default_factory=set)
     rows: int = 0  # number of rows that are equal
     audited: int = 0  # number of stored events that are equal

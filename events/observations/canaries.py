@@ -75,9 +75,8 @@ class CanaryFailed(CanaryResult):
     detail: str = ""
     whole: bool = False  # `got` and `top_k` are the complete answer, so that the answer is a vote against an agreed golden
     top_k: tuple[TopK, ...] = ()  # for each position of a complete answer
-    engine_went_on: bool = (
-        False  # with the reason timeout: the worker's engine answered other requests meanwhile
-    )
+    # with the reason timeout: the worker's engine answered other requests meanwhile
+    engine_went_on: bool = False
 
     @property
     def golden_canary(self) -> str:

@@ -133,15 +133,13 @@ class RequestMigrated(FrontendObservation):
     gap_ms: float  # the pause that the client saw, from the token before the move to the next one
     attempt: int  # number of the attempt, which is 2 for the first migration
     exact: bool  # False: from this point on the answer may differ from an undisturbed one
-    kind_of_move: Literal["new_request", "ongoing_request"] = (
-        "ongoing_request"  # new_request: the request had no token yet
-    )
+    # new_request: the request had no token yet
+    kind_of_move: Literal["new_request", "ongoing_request"] = "ongoing_request"
     bytes: int = 0  # bytes of KV cache transferred, over all shards
     blocks: int = 0  # blocks of KV cache transferred, over all shards
     link: str = ""  # link of the transfer: shm, unix, tcp, nixl
-    predicted_ms: float | None = (
-        None  # predicted pause by the chosen method; None: after a failure, because no method is chosen then
-    )
+    # predicted pause by the chosen method; None: after a failure, because no method is chosen then
+    predicted_ms: float | None = None
     refused: str = ""  # why a requested transfer became a re-prefill; empty: it did not
 
 
@@ -207,9 +205,8 @@ class BusyThresholdsSet(FrontendObservation):
     model: str
     active_decode_blocks: float | None = None  # share of a rank's KV blocks, 0 to 1
     active_prefill_tokens: int | None = None  # prompt tokens that are not prefilled yet
-    active_prefill_tokens_frac: float | None = (
-        None  # prompt tokens not prefilled yet, as a multiple of the prompt tokens of one engine step
-    )
+    # prompt tokens not prefilled yet, as a multiple of the prompt tokens of one engine step
+    active_prefill_tokens_frac: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

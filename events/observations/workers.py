@@ -76,17 +76,15 @@ class WorkerJoined(WorkerObservation):
     dp: int = 1  # number of DP ranks, numbered 0 to dp - 1; each has its own KV cache and queue
     kv_events: bool = False  # whether it publishes the KV blocks that it stores and removes, and answers requests about them
     waiting_max: int | None = None  # number of requests that it queues beyond `max_batch`; None: not reported
-    spare: bool = (
-        False  # whether it starts as a spare, which gets no traffic until it replaces a failed worker
-    )
+    # whether it starts as a spare, which gets no traffic until it replaces a failed worker
+    spare: bool = False
     root: str = ""  # the weights' repository or folder, as the server behind it reports; empty: not reported
     generation_config: str = ""  # digest of the model's sampling defaults; empty: not known
     server: str = ""  # host and port of the server behind this worker; empty: it runs the engine itself
     account: str = ""  # broker account of the worker's process; empty: not stated
     also_served: tuple[str, ...] = ()  # other names under which its server serves the same weights
-    lineage: str = (
-        ""  # weights and computation that the engine reports, part of the canary key; empty: not reported
-    )
+    # weights and computation that the engine reports, part of the canary key; empty: not reported
+    lineage: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +132,8 @@ class WorkerLingered(WorkerObservation):
 
     pid: int  # id of the process on its host
     host: str = ""  # name of the process's host
-    evidence: str = (
-        ""  # beat: the instance sends heartbeats; process: its process exists; port: its port is open
-    )
+    # beat: the instance sends heartbeats; process: its process exists; port: its port is open
+    evidence: str = ""
     dead_s: float = 0.0  # seconds for which this has been observed
     observer: str = ""  # the process that observed the worker
 
@@ -275,6 +272,5 @@ class ChaosInjected(Commanded):
 
     fault: str  # a verb of `holdfast chaos`
     detail: str = ""  # the fault's argument and rank; empty: it has none
-    duration_s: float | None = (
-        None  # seconds until the fault ends by itself; None: it lasts until it is healed
-    )
+    # seconds until the fault ends by itself; None: it lasts until it is healed
+    duration_s: float | None = None

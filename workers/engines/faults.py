@@ -24,9 +24,8 @@ class EngineFaults:
     corrupt_one_in: int = 0
     drift: float = 0.0
     sampler: bool = False  # above temperature 0, the sampler draws any token; greedy answers stay right
-    slow: float = (
-        1.0  # factor on a step's duration: the largest of all ranks, because they wait for the slowest
-    )
+    # factor on a step's duration: the largest of all ranks, because they wait for the slowest
+    slow: float = 1.0
     slowness: dict[int, float] = field(default_factory=dict)  # by rank
     dead: bool = False
     _count: int = 0  # number of pseudo-random draws so far; each draw is a hash of this number

@@ -38,9 +38,8 @@ class LedgerBounds:
     ring_bytes: int = 128 * 1024  # size of the ring of recent events; for older events a dump is cheaper
     dumps: int = 4  # maximum number of dumps that are being fetched
     dump_s: float = 10.0  # seconds for which a dump is kept
-    shared_s: float = (
-        1.0  # maximum age in seconds of a dump that is sent to another frontend instead of a new one
-    )
+    # maximum age in seconds of a dump that is sent to another frontend instead of a new one
+    shared_s: float = 1.0
     holes: int = 1024  # number of additional holes after which unneeded holes are searched and removed
 
 

@@ -102,9 +102,8 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
     shared: bool
     version: int = VERSION
     nonce: bytes = b""
-    proof: bytes = (
-        b""  # proves that the source knows the fleet's key; covers the single-use ticket and the nonce
-    )
+    # proves that the source knows the fleet's key; covers the single-use ticket and the nonce
+    proof: bytes = b""
 
 
 class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):

@@ -56,14 +56,12 @@ class GivenOptions(TypedDict, total=False):
 class BrokerOptions:
     """The options of an embedded nats-server."""
 
-    sync_interval: str = (
-        "always"  # "always" (an acknowledged message is on the disk) or a duration such as "2m"
-    )
+    # "always" (an acknowledged message is on the disk) or a duration such as "2m"
+    sync_interval: str = "always"
     max_payload: int = MAX_PAYLOAD  # maximum size of a message in bytes
     users: str = ""  # the `authorization` block of the configuration; empty: every client is admitted
-    monitor: int | None = (
-        None  # port of the HTTP pages, which need no authentication; 0: any free port; None: no pages
-    )
+    # port of the HTTP pages, which need no authentication; 0: any free port; None: no pages
+    monitor: int | None = None
 
 
 async def start_nats(directory: Path, *, port: int = 0, **options: Unpack[GivenOptions]) -> EmbeddedServer:

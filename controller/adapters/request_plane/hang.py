@@ -97,9 +97,8 @@ class HangDetector:
     open_streams: int = 0
     _late_s: float = 0.0  # the process's `late_s` at this worker's last frame
     _recent_s: float = 0.0  # duration of the slowest recent step, which decays with each further step
-    _stepped_at: float | None = (
-        None  # time of the last output; None if there was none since a stream was opened
-    )
+    # time of the last output; None if there was none since a stream was opened
+    _stepped_at: float | None = None
 
     def __post_init__(self) -> None:
         self._late_s = self.process.late_s

@@ -135,27 +135,22 @@ class PlaneLimits:
     """Deadlines and limits of the connections to workers."""
 
     connect_s: float = 1.0
-    welcome_s: float = (
-        5.0  # long, because a process that starts 250 workers is late, and retries would delay it further
-    )
+    # long, because a process that starts 250 workers is late, and retries would delay it further
+    welcome_s: float = 5.0
     backoff_s_min: float = 0.05
     backoff_s_max: float = 2.0
     ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being reopened
     # how long a probe waits for a connection without a failed attempt, since a thousand workers may join at once
     ask_connect_first_s: float = 5.0
     ask_chunks_max: int = 4096
-    connections_max: int = (
-        65_536  # below the limit of open files, which the process needs for other purposes too
-    )
-    heard_s: float = (
-        2.5  # maximum age of the last frame of a reported link; an idle worker sends a beat each second
-    )
-    lately_s: float = (
-        1.3  # a worker that is silent for longer is chosen last; an idle worker sends a beat each second
-    )
-    lately_busy_s: float = (
-        0.25  # used instead of `lately_s` for a worker with open streams, which sends a frame every 0.1 s
-    )
+    # below the limit of open files, which the process needs for other purposes too
+    connections_max: int = 65_536
+    # maximum age of the last frame of a reported link; an idle worker sends a beat each second
+    heard_s: float = 2.5
+    # a worker that is silent for longer is chosen last; an idle worker sends a beat each second
+    lately_s: float = 1.3
+    # used instead of `lately_s` for a worker with open streams, which sends a frame every 0.1 s
+    lately_busy_s: float = 0.25
     hang: HangPolicy = field(default_factory=HangPolicy)
     frames: TrafficLimit = FRAMES  # the traffic that a worker may send on its connection
     flood_pause_s: float = 30.0  # how long a worker that exceeded `frames` is not connected again

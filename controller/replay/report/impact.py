@@ -24,9 +24,8 @@ class Impact:
     unknown: list[o.ExposureUnknown] = field(default_factory=list)
     served: int = 0  # number of answers of all workers
     tokens_served: int = 0
-    tokens_again: int = (
-        0  # answer tokens that another worker recomputed; recomputed prompt tokens are not on the journal
-    )
+    # answer tokens that another worker recomputed; recomputed prompt tokens are not on the journal
+    tokens_again: int = 0
     tokens_exposed: int = 0
     bytes_moved: int = 0  # bytes of KV caches that moved with their requests
     gpu_s: float = 0.0  # missing service in GPU-seconds: (1 - weight) times GPUs times seconds, over all workers but spares

@@ -59,15 +59,12 @@ class CourseTerms:
     The recording shows some times, such as the beginning of a fault, only as lying between two events. `place` says where
     between these two events every such time is assumed: 0 gives the shortest fault, 1 the longest, 0.5 the middle."""
 
-    policy: PolicyOf = (
-        load  # maps a policy that was adopted in the recording to the policy used on the course
-    )
-    interval_s: float | None = (
-        None  # seconds between two canaries of a worker; None keeps the recorded canaries
-    )
-    silence_s: float | None = (
-        None  # seconds without messages until a worker counts as silent; None: as recorded
-    )
+    # maps a policy that was adopted in the recording to the policy used on the course
+    policy: PolicyOf = load
+    # seconds between two canaries of a worker; None keeps the recorded canaries
+    interval_s: float | None = None
+    # seconds without messages until a worker counts as silent; None: as recorded
+    silence_s: float | None = None
     place: float = 0.5
 
 

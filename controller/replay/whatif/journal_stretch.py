@@ -48,9 +48,8 @@ class RecordedCanaries:
     names: list[str] = field(default_factory=list)
     # by index in the arrays: the facts of the canaries that failed or were slow
     facts: dict[int, o.CanaryFailed | o.CanarySlow] = field(default_factory=dict)
-    good: o.CanaryPassed | None = (
-        None  # the first passed result, a template for estimated ones; None: no canary passed
-    )
+    # the first passed result, a template for estimated ones; None: no canary passed
+    good: o.CanaryPassed | None = None
     end: float = float("inf")  # when the instance ended; infinity: not within the recording
 
     def __len__(self) -> int:
@@ -87,9 +86,8 @@ class StretchRead:
 
     decided: int = 0
     events: int = 0
-    start: float | None = (
-        None  # time of the first event in seconds since 1970, by the stream's clock; None: no event
-    )
+    # time of the first event in seconds since 1970, by the stream's clock; None: no event
+    start: float | None = None
     end: float = 0.0  # time of the last event
     canaries: dict[tuple[str, str], RecordedCanaries] = field(default_factory=dict)  # by worker and instance
     # by worker and instance: the prober of each result

@@ -88,9 +88,8 @@ class BlocksStored:
     tokens: Sequence[int]  # of all blocks
     block_tokens: int
     tier: Tier = Tier.DEVICE
-    lora: str | None = (
-        ""  # name of the LoRA adapter; empty: no adapter; None: an adapter with an unknown name
-    )
+    # name of the LoRA adapter; empty: no adapter; None: an adapter with an unknown name
+    lora: str | None = ""
     extras: Sequence[
         object
     ] = ()  # per block, what its hash covers besides the tokens: adapter names, salts, images

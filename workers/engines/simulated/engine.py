@@ -39,12 +39,10 @@ class Stats(NamedTuple):
     num_preemptions: int
     scheduled_num_prefill_requests: int = 0
     scheduled_sum_prefill_tokens: int = 0  # prompt tokens computed by the pass
-    scheduled_var_prefill_length: float = (
-        0.0  # variance of the numbers of prompt tokens that are computed after the pass
-    )
-    scheduled_sum_prefill_kv_tokens: int = (
-        0  # tokens of the same prompts that were computed or cached before the pass
-    )
+    # variance of the numbers of prompt tokens that are computed after the pass
+    scheduled_var_prefill_length: float = 0.0
+    # tokens of the same prompts that were computed or cached before the pass
+    scheduled_sum_prefill_kv_tokens: int = 0
     scheduled_num_decode_requests: int = 0
     scheduled_sum_decode_kv_tokens: int = 0
     scheduled_var_decode_kv_tokens: float = 0.0

@@ -49,17 +49,15 @@ class EngineShape:
     kv_blocks: int = 32_768
     batch_max: int = 256
     waiting_max: int = 1024
-    prefill_tokens_max: int = (
-        8192  # tokens per pass; each decoding request takes one, and prompts get the rest
-    )
+    # tokens per pass; each decoding request takes one, and prompts get the rest
+    prefill_tokens_max: int = 8192
     kv_block_bytes: int = KV_BLOCK_BYTES  # bytes that a move transfers for one TP rank's part of a block
     kv_token_s: float = 0.0  # seconds to transfer the KV of a token
     tp: int = 1  # number of TP ranks, which compute each pass together
     watermark: float = 0.01  # share of the blocks that new requests may not use while others run
     prefix_caching: bool = True
-    chunked_prefill: bool = (
-        True  # a long prompt is split over several passes; False: it is computed in one pass
-    )
+    # a long prompt is split over several passes; False: it is computed in one pass
+    chunked_prefill: bool = True
     preemption: Preemption = "newest"  # which request is preempted when blocks run out
     evictor: EvictorKind = "lru"
     host_kv_blocks: int = 0  # blocks in the host memory tier, into which the device evicts; 0: no such tier

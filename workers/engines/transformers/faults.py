@@ -31,9 +31,8 @@ class WeightFault:
     row: int
     column: int
     kind: str  # one of KINDS
-    bit: int | None = (
-        None  # the flipped bit of the float32 number, 0 for the lowest; None: the kind flips no bit
-    )
+    # the flipped bit of the float32 number, 0 for the lowest; None: the kind flips no bit
+    bit: int | None = None
 
     def __str__(self) -> str:
         what = f"bit {self.bit} of" if self.bit is not None else f"{self.kind} at"
