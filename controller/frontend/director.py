@@ -1,18 +1,20 @@
-"""The director of a frontend: holds its view of the fleet, follows the fold and reacts to changes.
+"""The director of a frontend: keeps its view of the fleet current, and reacts to changes.
 
-The director moves the answers of a convicted worker, resets a local breaker when the fleet's breaker closes, and
-offers parked requests to a new worker. `routing` chooses workers. The request state machine, which `driver` feeds,
-decides what happens to an answer.
+The view is the fleet state folded from the journal: each event of the journal is applied to the state in turn. The
+director moves the answers of a convicted worker, and retries parked (waiting) requests when a worker joins. It
+resets a local breaker when the fleet's breaker closes. The scheduler chooses workers. The request state machine,
+which `driver` feeds, decides what happens to an answer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from random import random
 
 import structlog
 
 from controller.deciders.fleet import Conviction, Fleet, Worker
+from controller.deciders.thresholds import BusyThresholds
 from controller.frontend.admission.admission import Admission
 from controller.frontend.admission.refusals import Refusals
 from controller.frontend.dispatch.dispatcher import Dispatcher
@@ -22,13 +24,13 @@ from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.driver import Driver
 from controller.frontend.health.exposure import MARGIN, ServedSpans
-from controller.frontend.health.local_breakers import LocalBreakers, Panic
+from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.openai.text.tokenizer import ModelFolders
 from controller.frontend.planned_moves import PlannedMoves
 from controller.frontend.request.events import Exposed, WorkerUnhealthy
-from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
+from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.scheduler import Peers, Scheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
@@ -57,18 +59,21 @@ class World:
     observe: Observe
     clock: Clock
     dice: Callable[[], float] = random  # random numbers in [0, 1) for random choices
-    ended: Callable[[LiveRequest], object] | None = None  # called with each answer that has ended
 
 
 @dataclass(frozen=True, slots=True)
 class ServedUntil:
-    """The time until which the previous frontend of this name served, and the journal position that it had read."""
+    """The time until which this frontend's previous process served, and the journal position that it had reached."""
 
     until: datetime
     seq: int
 
     def answers(self, conviction: Conviction) -> bool:
-        """Whether the previous frontend handled the conviction, or sent the worker no request in the convicted period."""
+        """Return whether this frontend can ignore the conviction of a worker.
+
+        It can if the previous process of this frontend handled the conviction, or sent the worker no request in the
+        convicted period.
+        """
         margin = MARGIN + timedelta(seconds=2 * SERVED_EVERY_S)
         return conviction.seq <= self.seq or conviction.since >= self.until + margin
 
@@ -77,15 +82,15 @@ class ServedUntil:
 class Convictions:
     """Handles the conviction of a worker by a canary.
 
-    When a worker is convicted, every request that it has served since its last good canary is reported. The
-    corruption policy is applied to the requests that still run.
+    When a worker is convicted, every request that it has served since its last good canary is reported. The corruption
+    policy is applied to the requests that still run.
 
-    The fold decides the time from which an instance may have computed wrongly (`Worker.convictions`). Each conviction
-    is handled once, even if the worker was acquitted or restarted before this frontend read the conviction.
+    `Worker.convictions` contains the time from which an instance may have computed wrongly. Each conviction is handled
+    once, even if the worker was acquitted or restarted before this frontend read the conviction from the journal.
 
-    A frontend also handles convictions for the previous frontend of the same name, which stored the time until which
-    it served and the position that it had read. If a worker is convicted later for a period in which the previous
-    frontend served, the requests of that period are unknown, and `ExposureUnknown` is reported.
+    The previous process of this frontend stored the time until which it served, and the journal position that it had
+    reached. If a worker is convicted later for a period in which that process served, the requests of that period are
+    unknown. This process then reports `ExposureUnknown`.
     """
 
     frontend: str
@@ -103,33 +108,32 @@ class Convictions:
         self._exposures = self.driver.exposures
 
     def answer(self, worker: Worker) -> None:
-        """For each new conviction of this worker, apply the corruption policy to the exposed requests and report them."""
+        """Handle each new conviction of this worker.
+
+        Apply the corruption policy to the requests that may have received wrong tokens, and report these requests.
+        """
         for conviction in self._news(worker):
             self._convict(worker.joined.worker, conviction, self.clock.now())
 
     def expose(self, worker: Worker, now: float) -> None:
-        """Report the requests that a convicted worker serves while it stays in service, at most once per EXPOSE_EVERY_S.
+        """Report, at most once per EXPOSE_EVERY_S, the requests that a convicted worker in service has served.
 
-        The answers to these requests are not changed. A response header marks them.
+        The answers to these requests are not changed, but a response header marks them.
         """
-        name, instance = life = worker.joined.worker, worker.joined.instance
+        name, instance = key = worker.joined.worker, worker.joined.instance
         if now < self._exposed_at.get(name, 0.0) + EXPOSE_EVERY_S:
             return
         self._exposed_at[name] = now
         since = [conviction.since for conviction in worker.convictions if conviction.instance == instance]
         if since:
-            exposures, live = self._exposures, self.driver.live
-            for unknown in exposures.unknown(life, since[-1], self.clock.now()):
-                self._report(unknown)
-            for one in exposures.fed(life, since[-1]):
-                action = "continue" if one.span.live in live else "none"
-                self._report(exposures.fact(one, action), one.span.traceparent)
+            self._report_exposed(key, since[-1], self.clock.now(), lambda live, first: "continue")
 
     def answer_for_before(self, workers: Iterable[Worker], before: ServedUntil | None) -> None:
         """Report `ExposureUnknown` for workers that were convicted before this frontend had read the journal.
 
-        The requests that these workers served through the previous frontend are unknown. `before` describes that
-        frontend. If it is None, only convictions of living workers that are still in force are reported.
+        The requests that these workers served through the previous process of this frontend are unknown. `before`
+        describes that process. If `before` is None, a conviction is reported only if it is still in force and its
+        worker is alive. A conviction after the start of this process is handled as usual.
         """
         for worker in workers:
             for conviction in self._news(worker):
@@ -137,27 +141,25 @@ class Convictions:
 
     def _answer_late(self, worker: Worker, conviction: Conviction, before: ServedUntil | None) -> None:
         name, instance = worker.joined.worker, worker.joined.instance
-        if (
-            conviction.at > self._began
-        ):  # this frontend already served while it was still reading older events
+        # this frontend already served while it was still reading older events
+        if conviction.at > self._began:
             self._convict(name, conviction, conviction.at)
             return
         stands = worker.alive and worker.health.corrupt and conviction.instance == instance
         if before.answers(conviction) if before is not None else not stands:
             return
-        self._report(
-            facts.ExposureUnknown(
-                frontend=self.frontend,
-                worker=name,
-                instance=conviction.instance,
-                since=conviction.since,
-                until=max(conviction.since, min(conviction.at, self._began)),
-                why="it was convicted before this frontend had read the journal",
-            )
+        fact = facts.ExposureUnknown(
+            frontend=self.frontend,
+            worker=name,
+            instance=conviction.instance,
+            since=conviction.since,
+            until=max(conviction.since, min(conviction.at, self._began)),
+            why="it was convicted before this frontend had read the journal",
         )
+        self.observe(fact)
 
     def _news(self, worker: Worker) -> list[Conviction]:
-        """Return this worker's convictions that were not handled yet, and mark them as handled."""
+        """Return this worker's convictions that this frontend has not handled yet, and mark them as handled."""
         name = worker.joined.worker
         answered = self._answered.get(name, ())
         if worker.convictions == answered:
@@ -167,27 +169,40 @@ class Convictions:
         return [conviction for conviction in worker.convictions if conviction.seq not in known]
 
     def _convict(self, worker: str, conviction: Conviction, now: datetime) -> None:
-        """Apply the corruption policy to every request with tokens from the time of doubt on, then report each one.
+        """Apply the corruption policy to every request with tokens from the convicted period, then report each request.
 
-        The time of doubt (`conviction.since`) begins when the failed canary last passed on this instance.
+        The period starts at `conviction.since`. At that time, this worker instance last passed the canary (a test
+        request) that it has now failed.
         """
         key: Key = (worker, conviction.instance)
         log.warning("worker_convicted", worker=worker, canary=conviction.canary)
-        exposures, since = self._exposures, conviction.since
+
+        def act(live: LiveRequest, first: int) -> str:
+            return "error" if live.over else self._expose(live, first, key)
+
+        self._report_exposed(key, conviction.since, now, act)
+
+    def _report_exposed(
+        self, key: Key, since: datetime, now: datetime, act: Callable[[LiveRequest, int], str]
+    ) -> None:
+        """Report each request with tokens that a worker has sent since `since`, and the periods without records.
+
+        If a request still runs, `act` is called before the report, with the request and the index of its first exposed
+        token. `act` returns the action taken.
+        """
+        exposures = self._exposures
         unknown = exposures.unknown(key, since, now)
         # Acting on one choice of an answer may end the other choices, so look up first which have already ended.
-        fed = [(one, self.driver.live.get(one.span.live)) for one in exposures.fed(key, since)]
-        done = [
-            "none" if live is None else "error" if live.over else self._expose(live, one.first, key)
-            for one, live in fed
-        ]
+        fed = [(one, self.driver.live.get(one.span.live)) for one in exposures.tokens_sent(key, since)]
+        done = ["none" if live is None else act(live, one.first) for one, live in fed]
         for fact in unknown:
-            self._report(fact)
+            self.observe(fact)
         for (one, _), action in zip(fed, done, strict=True):
-            self._report(exposures.fact(one, action), one.span.traceparent)
+            self.observe(exposures.fact(one, action), traceparent=one.span.traceparent)
+            self.metrics.exposed(action)
 
     def _expose(self, live: LiveRequest, first: int, key: Key) -> str:
-        """Apply the corruption policy to a running request if its tokens from index `first` on may be wrong.
+        """Apply the corruption policy to a running request, because its tokens from index `first` on may be wrong.
 
         Return the action taken.
         """
@@ -198,31 +213,39 @@ class Convictions:
         failed = live.exposure == "restart" and live.answer.error is not None
         return "error" if failed else live.exposure
 
-    def _report(self, fact: facts.FrontendObservation, trace: str = "") -> None:
-        self.observe(fact, traceparent=trace)
-        self.metrics.exposed(fact)
-
 
 class WorkerIntrusions(Intrusions):
-    """Reports workers that behave as no engine does: they flood a frontend with frames or KV events, or lose KV events."""
+    """Reports workers that send what no engine would send.
+
+    Such workers flood a frontend with frames or KV events, or claim cached KV blocks that do not exist.
+    """
 
     def __init__(self, table: EndpointTable, observe: Observe, clock: Clock) -> None:
         super().__init__(observe, clock.monotonic)
         self._table = table
 
     def flooded_by(self, worker: str, instance: str) -> None:
-        """Report a worker that has sent this frontend more frames than an engine can compute, so that it is ejected."""
+        """Report a worker that has sent this frontend more frames than any engine can produce.
+
+        The worker is then ejected.
+        """
         tried = "flood a frontend with frames"
         self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_flooded_by(self, worker: str) -> None:
-        """Report a worker that has published more KV events than an engine can produce, so that it is ejected."""
+        """Report a worker that has published more KV events than any engine can produce.
+
+        The worker is then ejected.
+        """
         lives = self._lives(worker)
         tried, instance = "flood the frontends with KV events", lives[-1].instance if lives else ""
         self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_lost(self, life: Key, why: str) -> None:
-        """Report a worker, without ejecting it, after its KV events had to be dropped. `why` describes the reason."""
+        """Report a worker with KV events that are ignored because they were found to be wrong.
+
+        `why` states what was found. The worker is not ejected.
+        """
         worker, instance = life
         self.report(self._account(worker), why, worker=worker, instance=instance)
 
@@ -236,7 +259,7 @@ class WorkerIntrusions(Intrusions):
 
 
 class Director:
-    """Builds the components of one frontend, applies the fold to them, and runs their periodic work."""
+    """Builds the components of one frontend, passes on changes of the fleet state, and runs periodic work."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
         self.settings, self._world = settings, world
@@ -249,17 +272,19 @@ class Director:
         self.metrics = FrontendMetrics()
         self.request_metrics = metrics = RequestMetrics(self.metrics)
         self.running = running = RunningRequests()
-        self.breakers = breakers = LocalBreakers(name, settings.breaker, settings.facts, observe, now, plane)
+        faults = self.metrics.faults
+        self.breakers = breakers = LocalBreakers(
+            name, settings.breaker, settings.facts, observe, now, plane, faults.panic
+        )
         self.exposures = exposures = ServedSpans(name, settings.facts.exposure_entries_max, clock)
         self.peers = Peers(now, name)
-        faults, panic_share = self.metrics.faults, settings.breaker.panic_share
-        panic = Panic(name, panic_share, breakers, plane, observe, faults.panic)
         self.routing = routing = Scheduler(
-            settings, table, plane, metrics, self.peers, panic, now, world.dice
+            settings, table, plane, metrics, self.peers, breakers, now, world.dice
         )
         self.traffic = TrafficReporter(name, observe, clock, table, metrics)
         reports = MigrationReports(name, observe, metrics)
-        self.preemption = preemption = Preemption(table, routing, running, reports, now, settings.parks_s)
+        park_s = settings.park_s if settings.park else 0.0
+        self.preemption = preemption = Preemption(table, routing, running, reports, now, park_s)
         self.refusals = Refusals(name, settings, table, routing, self.traffic, world.dice)
         self.admission = admission = Admission(settings, table, routing, self.refusals, metrics, preemption)
         self.placer = placer = Placer(name, settings.moving, routing, plane, running, self.peers)
@@ -267,7 +292,7 @@ class Director:
         self.intrusions = WorkerIntrusions(table, observe, clock)
         dispatcher = Dispatcher(table, routing, plane, poison, breakers, running, metrics, self.intrusions)
         self.driver = driver = Driver(
-            settings, admission, dispatcher, preemption, placer, exposures, reports, faults, now, world.ended
+            settings, admission, dispatcher, preemption, placer, exposures, reports, faults, now
         )
         self.planned_moves = PlannedMoves(placer, driver)
         self._convictions = Convictions(name, clock, observe, driver, metrics)
@@ -276,24 +301,28 @@ class Director:
 
     @property
     def live(self) -> bool:
-        """Whether the fold has caught up with the journal, so that this frontend reacts to changes."""
+        """Whether the fleet state has caught up with the journal. Until then, this frontend does not react to changes."""
         return self._live_at is not None
 
     @property
     def beginning(self) -> bool:
-        """Whether it is too early to say which models exist: in a new fleet, no worker may have registered yet."""
+        """Whether it is too early for this frontend to know which models exist.
+
+        This is true until the fleet state has caught up with the journal. If the fleet state then has no model, this
+        stays true until a model appears, but at most for BEGINNING_S. Workers of a new fleet register in that time.
+        """
         unknown = not self.table.known and not self.table.unnamed
         return self._live_at is None or (unknown and self.now() - self._live_at < BEGINNING_S)
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Apply the state of the fold after these events to this frontend, and react to what has changed."""
+        """Update this frontend to `fleet`, the fleet state after the events in `batch`, and react to what has changed."""
         clock, ours = self._world.clock, self._world.name if self.live else None
         for recorded in batch:
             fact = recorded.fact
             if isinstance(fact, BreakerClosed):
                 self.breakers.reset((fact.worker, fact.instance))
             elif isinstance(fact, facts.RequestSuspected | facts.RequestPoisonous) and fact.frontend != ours:
-                self.poison.heard(fact, (clock.now() - recorded.at).total_seconds())
+                self.poison.apply_report(fact, (clock.now() - recorded.at).total_seconds())
         change = self.table.absorb(fleet)
         if self.live:
             for recorded in batch:
@@ -314,9 +343,10 @@ class Director:
             self.changed()
 
     def go_live(self, before: ServedUntil | None = None) -> None:
-        """React to all later changes of the fold, because it has caught up. Report convictions that happened before.
+        """React to all later changes of the fleet state, because it has caught up with the journal.
 
-        `before` is the time until which the previous frontend of this name served, or None if unknown.
+        Also handle the convictions that happened before. `before` is the time until which the previous process of this
+        frontend served, or None if unknown.
         """
         self._live_at = self.now()
         self.routing.live = True
@@ -330,8 +360,9 @@ class Director:
         self.changed()
 
     def changed(self) -> None:
-        """React to a change of the endpoint table or of a connection: move requests off failed workers, and retry
-        waiting requests.
+        """React to a change of the endpoint table or of a connection.
+
+        Requests are moved off failed workers, and waiting requests are retried.
         """
         self.routing.look_for_panic()
         for endpoint in list(self.table.endpoints.values()):
@@ -354,12 +385,14 @@ class Director:
             gone = WorkerUnhealthy(endpoint.corrupt, others, live.progress)
             self.driver.feed(live, gone)
 
-    def set_thresholds(self, fact: facts.BusyThresholdsSet) -> None:
-        """Apply new thresholds above which a model's workers count as busy, and publish them so that all frontends apply
-        them.
+    def set_thresholds(self, model: str, thresholds: BusyThresholds) -> None:
+        """Apply new thresholds above which a model's workers count as busy.
+
+        Also publish the thresholds, so that all frontends apply them.
         """
+        fact = facts.BusyThresholdsSet(frontend=self._world.name, model=model, **asdict(thresholds))
         self.table.set_thresholds(fact)
-        self._world.observe(replace(fact, frontend=self._world.name))
+        self._world.observe(fact)
 
     # --- time ---------------------------------------------------------------------------------------------
 
@@ -387,8 +420,9 @@ class Director:
             self.admission.wake()  # requests of another frontend may have ended
 
     def _pass_trials(self) -> None:
-        """Let a breaker's trial pass at its deadline if its request has output, because an answer may take longer than
-        the trial.
+        """Count a local breaker's trial as passed at its time limit if the trial's request has produced output.
+
+        The request's complete answer is not awaited, because it may take longer than the time limit.
         """
         for key in self.breakers.trials_ending():
             endpoint = self.table.endpoints.get(key)
@@ -404,20 +438,18 @@ class Director:
 
     def render_metrics(self) -> bytes:
         """Return the current metrics in the Prometheus exposition format."""
-        self.request_metrics.settle()
-        faults = self.metrics.faults
+        metrics, faults = self.request_metrics, self.metrics.faults
+        metrics.settle()
         faults.parked.set(len(self.driver.waiting.parked))
         faults.put_off.set(len(self.preemption.put_off))
         for model in self.table.known:
             endpoints = self.table.models.get(model, ())
-            gauge_model(
-                self.metrics, model, endpoints, self.routing.limit(model), self.admission.queued(model)
-            )
+            metrics.gauge_model(model, endpoints, self.routing.limit(model), self.admission.queued(model))
         plane, scheduler = self._world.plane, self.routing
         positions = self.breakers.positions()
         for endpoint in self.table.endpoints.values():
             position, loads = positions.get(endpoint.key, "closed"), plane.load_by_rank(endpoint.worker)
-            gauge_worker(self.metrics, endpoint, position, loads, scheduler.monitor.unread_by_rank(endpoint))
+            metrics.gauge_worker(endpoint, position, loads, scheduler.monitor.unread_by_rank(endpoint))
         self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()}, self.table.known)
-        self.request_metrics.settle_kv(scheduler.state.view, scheduler.state.guessed)
+        metrics.settle_kv(scheduler.state.view, scheduler.state.guessed)
         return self.metrics.render()

@@ -4,7 +4,7 @@ No other component owns live requests or applies effects.
 
     worker's frames ──▶ RequestSink ── tokens ───────────────────────────────▶ response writer
                             └── first token, failure, end ──▶ step ── effects ──▶ workers, reports, response writer
-    fold, operator, client, clock ──────────────────────────▶ step
+    fleet state, operator, client, clock ───────────────────▶ step
 
 `step` is the state machine's transition function. It receives the first token of an attempt, failures, control events
 and the end. All other tokens go directly from the sink to the response writer. Nothing in this module blocks or
@@ -28,7 +28,6 @@ from controller.frontend.dispatch.live_request import (
     LiveRequest,
     OutputStats,
     WaitingRequests,
-    check_logprobs,
 )
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.dispatch.preemption import Preemption
@@ -40,13 +39,13 @@ from controller.frontend.health.exposure import ServedSpans
 from controller.frontend.metrics import FaultMetrics
 from controller.frontend.openai.choice import Choice
 from controller.frontend.openai.completion import Completion
-from controller.frontend.openai.text.detokenizer import InvalidOutput, check_tokens
+from controller.frontend.openai.text.detokenizer import InvalidOutput, check_logprobs, check_tokens
 from controller.frontend.openai.text.tokenizer import load_tokens
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.failures import Failure, classify
 from controller.frontend.request.state import RequestState, RequestTerms
-from controller.frontend.request.step import is_turned_away, step
+from controller.frontend.request.step import step
 from controller.frontend.settings import FrontendSettings
 from controller.migration import planned_move as kv
 from controller.ports import LostCause, WorkerUnreachable
@@ -57,7 +56,6 @@ from events.refusal import REASON, read_refusal
 from events.wire import Chunk, finish_reason
 
 log = structlog.get_logger(__name__)
-_FIRST_TOKEN = on.FirstToken()
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -94,10 +92,10 @@ class RequestSink(LiveRequest):
         if tokens:
             if first:
                 check_tokens(tokens, self.continuation.tokens.size)
-            if chunk.cached_tokens is not None and self.stats.cached_tokens is None:
+            if chunk.cached_tokens is not None and self.answer.cached_tokens is None:
                 self.note_cached(chunk.cached_tokens)
         if first and (tokens or chunk.text is not None):
-            driver.feed(self, _FIRST_TOKEN)
+            driver.feed(self, on.FirstToken())
         stopped = False
         if tokens:
             stopped = self.accept(chunk) if chunk.finish in (None, "length") else self.accept_last(chunk)
@@ -138,7 +136,10 @@ class RequestSink(LiveRequest):
             self.driver.fail_internally(self)
 
     def _source_advanced(self) -> None:
-        """Advance a KV transfer if its target has committed, because the source may have sent more tokens."""
+        """If the target of a KV transfer has committed, compare the source's tokens with the target's again.
+
+        If the source has sent the missing tokens by now, the answer switches to the target.
+        """
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed":
             self.driver.feed(self, self.advanced(kv.SourceProgressed()))
@@ -146,8 +147,8 @@ class RequestSink(LiveRequest):
     def _source_lost(self, move: KvMove) -> None:
         """Complete a KV transfer without its source, which was lost.
 
-        If the target has committed, it has sent the tokens that the source computed last, so they are accepted now.
-        The target has no logprobs of these tokens, so a request with logprobs fails over normally.
+        If the target has committed, it has reported the tokens that the source computed last, so these are accepted
+        now. The target has no logprobs of these tokens, so a request with logprobs fails over normally.
         """
         self._source_advanced()
         transfer = self.state.transfer
@@ -170,7 +171,6 @@ class Driver:
     reports: MigrationReports
     faults: FaultMetrics
     now: Callable[[], float]
-    ended: Callable[[LiveRequest], object] | None  # called with each answer that has ended
     live: dict[int, LiveRequest] = field(default_factory=dict)  # by number of the live request
     waiting: WaitingRequests = field(default_factory=WaitingRequests)
     queued: dict[LiveRequest, asyncio.Future[Reservation]] = field(default_factory=dict)
@@ -193,10 +193,10 @@ class Driver:
         room: Reservation | None = None,
         planned: Key | None = None,
     ) -> Sequence[LiveRequest]:
-        """Send answers to workers: to the `planned` worker if it has room, otherwise to the best one.
+        """Send a request for each answer: to the worker `planned` if it has room, otherwise to the best worker.
 
-        `room` is the released reservation of the answers. An answer that has to wait reserves the same room again.
-        `completion` is notified when each answer ends.
+        `room` is the request's reservation from admission, and is already released. An answer that has to wait
+        reserves the same room again. `completion` is notified when each answer ends.
         """
         made = [self.open(answer, completion) for answer in answers]
         for live in made:
@@ -207,7 +207,10 @@ class Driver:
         return made
 
     def open(self, answer: Choice, completion: Completion | None = None) -> LiveRequest:
-        """Create a live request for an answer, without sending it. Raise TokenizerMissing if its tokenizer is not loaded."""
+        """Create a live request for an answer, without sending it.
+
+        Raise TokenizerMissing if the tokenizer of the answer's model is not loaded.
+        """
         request, settings, now = answer.request, self.settings, self.now()
         admission, longest, tokens = settings.admission, settings.migration_max_seq_len, len(request.prompt)
         terms = RequestTerms(
@@ -240,7 +243,10 @@ class Driver:
     # --- the machine
 
     def feed(self, live: LiveRequest, event: on.Event) -> None:
-        """Apply an event, and each event that results from it, to one request's state, and apply the effects."""
+        """Apply an event to the state of one request, and apply the resulting effects.
+
+        An effect may result in a further event, which is applied in the same way.
+        """
         following: on.Event | None = event
         now = self.now()
         while following is not None:
@@ -253,19 +259,22 @@ class Driver:
             self.wake()
 
     def fail(self, live: LiveRequest, failure: Failure, dispatch: Dispatch | None = None) -> None:
-        """Fail `dispatch`, or the current attempt if `dispatch` is None.
+        """Fail an attempt of a request: `dispatch`, or the current attempt if `dispatch` is None.
 
-        If the request has already left `dispatch`, the failure counts only against the worker.
+        If `dispatch` is no longer the current attempt, the failure is counted against the worker, but does not
+        affect the request.
         """
         if dispatch is not None and dispatch is not live.dispatch:
-            self.dispatcher.blame(dispatch, failure)
+            self.dispatcher.count_failure(dispatch, failure)
         elif live.dispatch is not None:
-            key, full = live.dispatch.endpoint.key, is_turned_away(live.state, failure)
-            closed = full and self.dispatcher.closed_s((key,)) > 0
+            closed = self.dispatcher.closed_s((live.dispatch.endpoint.key,)) > 0
             self.feed(live, on.AttemptFailed(failure, live.progress, closed))
 
     def fail_internally(self, live: LiveRequest) -> None:
-        """End one request with an internal error, called while the exception is handled. Other requests are not affected."""
+        """End one request with an internal error. Other requests are not affected.
+
+        Must be called while the exception is being handled, so that the log contains it.
+        """
         log.exception("stream_failed", request=live.request.id)
         if live.over:
             return
@@ -300,6 +309,7 @@ class Driver:
         return self._apply_rare(live, effect, now)
 
     def _apply_rare(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
+        dispatcher, dispatch = self.dispatcher, live.dispatch
         match effect:
             case do.End(finish, error):
                 self._end(live, now, finish, error)
@@ -322,34 +332,23 @@ class Driver:
             case do.ReportExposure(action):
                 live.exposure = action
             case do.Refuse(abandoned):
-                request, none = live.request, self.dispatcher.no_worker
+                request, none = live.request, dispatcher.no_worker
                 error = self.admission.refusal(none, request.model, request.tier)
                 if abandoned:
                     self.reports.abandoned(live, none.code)
                 self._end(live, now, error=error)
-            case _ if live.dispatch is not None:
-                return self._apply_to_attempt(live, live.dispatch, effect, now)
-            case _ if live.kv_move is not None:
-                return self._advance_move(live, live.kv_move, effect, now)
-        return None
-
-    def _apply_to_attempt(
-        self, live: LiveRequest, dispatch: Dispatch, effect: do.Effect, now: float
-    ) -> on.Event | None:
-        dispatcher = self.dispatcher
-        match effect:
-            case do.LeaveWorker():
+            case do.LeaveWorker() if dispatch is not None:
                 self._leave_worker(live, dispatch, now)
-            case do.Judge(failure, begun):
+            case do.Judge(failure, begun) if dispatch is not None:
                 return on.Judged(dispatcher.judge(live, dispatch, failure, begun=begun))
-            case do.CancelStream(why):
+            case do.CancelStream(why) if dispatch is not None:
                 dispatcher.cancel(dispatch, why)
-            case do.NoteUnjudged(has_output):
+            case do.NoteUnjudged(has_output) if dispatch is not None:
                 dispatcher.unjudged(dispatch, has_output=has_output)
-            case do.TurnedAway():
+            case do.TurnedAway() if dispatch is not None:
                 dispatcher.turned_away(dispatch)
-                live.turned_away(dispatch)
-            case _ if live.kv_move is not None:
+                live.answer.endpoint = dispatch.before
+            case _ if dispatch is not None and live.kv_move is not None:
                 return self._advance_move(live, live.kv_move, effect, now)
         return None
 
@@ -364,9 +363,10 @@ class Driver:
         self._freed(live.request.model)
 
     def _freed(self, model: str | None = None) -> None:
-        """Use capacity that has become free: for parked and preempted answers first, then for queued requests.
+        """Use capacity that has become free at the workers of a model.
 
-        `model` limits the answers to one model. If it is None, only preempted answers of all models are resumed.
+        One parked answer of the model gets the capacity first, then the model's preempted answers, then its queued
+        requests. If `model` is None, only preempted answers are resumed, but those of all models.
         """
         if model is not None and self.waiting.parked:
             longest = self.waiting.longest(model, self.now())
@@ -389,7 +389,10 @@ class Driver:
             self.feed(live, on.Woken())
 
     def _queue(self, live: LiveRequest) -> None:
-        """Put a request back into the admission queue, before all requests that were not sent back."""
+        """Put an admitted request back into the admission queue.
+
+        The request precedes all requests that are queued for the first time.
+        """
         request, now, admission = live.request, self.now(), self.admission
         until = request.first_token_by
         if until is None:
@@ -417,7 +420,8 @@ class Driver:
     def _reroute(self, live: LiveRequest, *, planned: bool) -> None:
         """Send a request again after this event-loop iteration.
 
-        `planned` places it together with all requests that lost their workers in this iteration.
+        If `planned` is true, the request is placed together with all requests that lost their workers in this
+        iteration.
         """
         self.waiting.parked.pop(live, None)
         loop = asyncio.get_running_loop()
@@ -443,25 +447,24 @@ class Driver:
     def _advance_move(
         self, live: LiveRequest, move: KvMove, effect: do.Effect, now: float
     ) -> on.Event | None:
-        plane, source = self.dispatcher.plane, move.source
+        plane, source = self.dispatcher.plane, move.wanted.source
         match effect:
-            case do.ShipCache():
+            case do.TransferStep("ship"):
                 assert move.offer is not None
                 try:  # trust is checked immediately before the transfer
                     plane.ship(TrustedSource(self.table.worker(source)), move.source_stream, move.offer, move)
                 except (SourceDistrusted, WorkerUnreachable) as error:
                     return on.TransferAdvanced(kv.MigrationDeclined("source", str(error)))
-            case do.CancelTarget():
+            case do.TransferStep("cancel"):
                 plane.cancel(move.target.worker, move.stream)
-            case do.StayAtSource():
+            case do.TransferStep("stay"):
                 plane.stay(source.worker, move.source_stream)
-            case do.SwitchToTarget():
+            case do.TransferStep("switch"):
                 return on.Switched(move.target.server, move.move(len(live.accepted)))
-            case do.HandOver():
-                self._hand_over(live, move, now)
-            case do.TransferOver():
-                if effect.state != "switched":
-                    move.target.release()
+            case do.TransferOver(state):
+                move.target.release()
+                if state == "switched":
+                    self._hand_over(live, move, now)
                 live.kv_move = None
                 move.ended(effect)
         return None
@@ -473,7 +476,6 @@ class Driver:
         """
         source, plane = live.dispatch, self.dispatcher.plane
         assert source is not None
-        move.target.release()
         live.stats.count(live, now)
         live.stats.hand_over()
         self.dispatcher.end(live, source, now)
@@ -507,8 +509,6 @@ class Driver:
         if live.state.disturbed:  # an undisturbed request never waited for another worker
             self.waiting.forget(live)
             live.give_back()
-        if self.ended is not None:
-            self.ended(live)
         # break the reference cycle, so that the live request is freed without the garbage collector
         completion, live.completion = live.completion, None
         if completion is not None:

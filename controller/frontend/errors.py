@@ -1,6 +1,7 @@
 """Client errors for requests that cannot be served, in OpenAI's format with one clear sentence."""
 
 import json
+from dataclasses import KW_ONLY, dataclass
 from math import ceil
 
 from events.errors import HoldfastError
@@ -40,48 +41,50 @@ FAULTS = ("internal", "backend_error", "unavailable", "response_timeout", "first
 """The `error_type`s that are a fault of the fleet, not a client's mistake or a refusal."""
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(HoldfastError):
     """A request that ends with an error. `code` is stable and meant for programs, `message` for people."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        kind: str = "",
-        retry_after_s: float | None = None,
-        allow: str = "",
-        should_retry: bool = True,
-    ) -> None:
-        super().__init__(message)
-        assert code.partition(":")[0] in CODES, code
-        self.status = status
-        self.code = code
-        self.param = param
-        server_error = "service_unavailable_error" if status == 503 else "server_error"
-        self.kind = kind or ("invalid_request_error" if status < 500 else server_error)
-        self.retry_after_s = retry_after_s
-        self.should_retry = should_retry  # False: a retry cannot succeed
-        self.allow = allow  # the methods that the path supports
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str
+    param: str | None = None
+    kind: str = ""  # OpenAI's error type; by default the type for this status
+    retry_after_s: float | None = None
+    allow: str = ""  # the methods that the path supports
+    should_retry: bool = True  # False: a retry cannot succeed
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        assert self.reason in CODES, self.code
+        server_error = "service_unavailable_error" if self.status == 503 else "server_error"
+        self.kind = self.kind or ("invalid_request_error" if self.status < 500 else server_error)
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the JSON body."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
+    def reason(self) -> str:
+        """The part of `code` before the first colon. What follows are details."""
+        return self.code.partition(":")[0]
+
+    @property
     def refusal(self) -> str:
         """Why the request was not started on any worker: `overload`, or a code of `REFUSALS`.
 
-        Empty if it was started, or is invalid.
+        Empty if the request was started or is invalid.
         """
-        code = self.code.partition(":")[0]
-        return "overload" if code in OVERLOAD else code if code in REFUSALS else ""
+        reason = self.reason
+        return "overload" if reason in OVERLOAD else reason if reason in REFUSALS else ""
 
     @property
     def error_type(self) -> str:
-        """The error's label in the metrics: NVIDIA Dynamo's name, where Dynamo counts this kind of error."""
+        """The error's label in the metrics.
+
+        It is NVIDIA Dynamo's label for this kind of error, or Holdfast's own if Dynamo has none.
+        """
         refusal = self.refusal
         if refusal and refusal not in NO_WORKER:
             return refusal
@@ -100,7 +103,7 @@ class ApiError(HoldfastError):
             headers["Retry-After"] = str(max(1, ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(ceil(self.retry_after_s * 1000))
         if self.refusal:
-            headers["X-Holdfast-Refused"] = self.code.partition(":")[0]
+            headers["X-Holdfast-Refused"] = self.reason
         if not self.should_retry:
             headers["x-should-retry"] = "false"
         if self.status == 401:
@@ -144,6 +147,11 @@ def unknown_model(model: str) -> ApiError:
 def starting() -> ApiError:
     """Return the 503 error of a frontend that does not know yet which models exist."""
     return unavailable("this frontend is starting and does not know the fleet yet", "starting", 1)
+
+
+def shutting_down() -> ApiError:
+    """Return the 503 error of a frontend that accepts no more requests."""
+    return unavailable("this frontend is shutting down", "draining", 1)
 
 
 def internal() -> ApiError:

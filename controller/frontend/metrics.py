@@ -1,11 +1,12 @@
 """The metrics of a frontend, under Dynamo's names (`dynamo_frontend_*`) and Holdfast's (`holdfast_*`).
 
-There is one table per subject, in the order of a scrape. A new metric is one row here; `python
-tests/docs/metrics_page.py` then writes the metric into docs/reference/metrics.md.
+Each subject has one `MetricTable` in this module. A scrape returns the tables in the order of their classes.
+To add a metric, add a row to a table. `python tests/docs/metrics_page.py` then writes the metric into
+docs/reference/metrics.md.
 """
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 
@@ -18,41 +19,37 @@ from events.process.exposition import written
 
 
 def log_spaced(first: float, last: float, count: int) -> tuple[float, ...]:
-    """Return `count` bounds from `first` to `last`, evenly spaced on a logarithmic scale, with two significant digits."""
+    """Return `count` bounds from `first` to `last`, evenly spaced on a log scale, with two significant digits."""
     ratio = (last / first) ** (1 / (count - 1))
     return tuple(float(f"{first * ratio**place:.2g}") for place in range(count))
 
 
 class Buckets:
-    """The histogram of one label set, fast enough for the token path: plain lists and numbers, rendered only at a scrape.
+    """The histogram of one label set, fast enough for the token path.
 
-    `prometheus_client` takes as long to observe one value as the frontend takes to relay a token. Here `note` only
-    appends a value to a list. `settle`, called ten times a second and at each scrape, counts the noted values. A
-    caller on the token path keeps the Buckets object of its labels, which saves a dictionary lookup.
+    It consists of plain lists and numbers, and is rendered only at a scrape. `prometheus_client` takes as long to
+    observe one value as the frontend takes to relay a token. Here `note` only appends a value to a list of pending
+    values. `settle` sorts the pending values into the buckets, ten times a second and at each scrape. A caller on the
+    token path keeps the Buckets object of its labels, which saves a dictionary lookup.
     """
 
-    __slots__ = ("_bounds", "_noted", "counts", "note", "total")
+    __slots__ = ("_bounds", "counts", "note", "noted", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self._noted: list[float] = []
-        self.note = self._noted.append
+        self.noted: list[float] = []  # values that are not counted yet
+        self.note = self.noted.append
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    @property
-    def pending(self) -> int:
-        """Number of noted values that are not counted yet."""
-        return len(self._noted)
-
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value `times` times, at once."""
+        """Add a value directly to its bucket, `times` times."""
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
     def settle(self) -> None:
-        """Count the noted values, and empty their list."""
-        noted, counts = self._noted, self.counts
+        """Sort the pending values into the buckets, and clear the list of pending values."""
+        noted, counts = self.noted, self.counts
         if not noted:
             return
         for index, count in Counter(map(bisect_left, repeat(self._bounds), noted)).items():
@@ -61,7 +58,7 @@ class Buckets:
         noted.clear()
 
     def rows(self) -> list[tuple[str, float]]:
-        """Return for each bucket its upper bound, and the number of values up to that bound."""
+        """Return, for each bucket, its upper bound and the number of values that do not exceed the bound."""
         bounds = (*map(str, self._bounds), "+Inf")
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
@@ -71,17 +68,17 @@ class LabelledHistogram(Collector):
 
     def __init__(self, row: "Row[LabelledHistogram]") -> None:
         self._row = row
-        self._by: dict[tuple[str, ...], Buckets] = {}
+        self._by: dict[tuple[str, ...], Buckets] = defaultdict(lambda: Buckets(row.bounds))
 
     def of(self, *labels: str) -> Buckets:
-        """Return the buckets of one label set. The caller should keep the result, because this is a dictionary lookup."""
-        found = self._by.get(labels)
-        if found is None:
-            found = self._by[labels] = Buckets(self._row.bounds)
-        return found
+        """Return the buckets of one label set.
+
+        The caller should keep them, because each call costs a dictionary lookup.
+        """
+        return self._by[labels]
 
     def settle(self) -> None:
-        """Count the noted values of all label sets."""
+        """Sort the pending values of all label sets into their buckets."""
         for buckets in self._by.values():
             buckets.settle()
 
@@ -94,7 +91,7 @@ class LabelledHistogram(Collector):
 
 
 def token_histogram(name: str, text: str, *labels: str, bounds: Sequence[float]) -> Row[LabelledHistogram]:
-    """Declare a histogram with these labels. `bounds` are the upper bounds of its buckets."""
+    """Declare a histogram with these labels. `bounds` are the upper bounds of the buckets."""
     return Row(name, text, labels, LabelledHistogram, tuple(bounds))
 
 
@@ -103,7 +100,7 @@ PROMPT_TOKENS = log_spaced(50, 128_000, 12)
 
 
 class RequestCounts(MetricTable):
-    """Counters and gauges of requests: active, queued and ended, rejected, migrated or preempted."""
+    """Counters and gauges of active, queued, ended, rejected, migrated and preempted requests."""
 
     ended = counter(
         "dynamo_frontend_requests",
@@ -148,7 +145,7 @@ class RequestCounts(MetricTable):
 
 
 class ModelSizes(MetricTable):
-    """Limits and sizes of each model."""
+    """Gauges of each model: migration limit, context length, KV blocks, tokens per KV block and batch size."""
 
     migration_limit = gauge(
         "dynamo_frontend_model_migration_limit", "Migrations allowed per request.", "model"
@@ -171,7 +168,7 @@ WORKER_TYPE = "decode"
 
 
 class WorkerGauges(MetricTable):
-    """The load and last latencies of each worker, as this frontend sees them."""
+    """The load and the most recent latencies of each worker, as this frontend sees them."""
 
     waiting = gauge(
         "dynamo_frontend_worker_waiting_requests", "Requests waiting at a worker's DP rank.", *RANK
@@ -361,8 +358,9 @@ class FrontendMetrics:
         self._settled = [*self.histograms.of_kind(LabelledHistogram), *self.router.of_kind(LabelledHistogram)]
 
     def keep(self, workers: set[str], models: set[str]) -> None:
-        """Remove the series of all workers and models except these, because a scrape would show their last values
-        forever.
+        """Keep only the series of these workers and models, and remove all others.
+
+        Without this, later scrapes would still contain the last values of workers and models that have left.
         """
         for worker in self.shown - workers:
             self.workers.end(worker, "worker_id")
@@ -376,7 +374,10 @@ class FrontendMetrics:
         self.shown_models &= models
 
     def settle(self) -> None:
-        """Count the values noted since the last call. Called ten times a second, so that few values are pending."""
+        """Sort the values recorded since the last call into the buckets of their histograms.
+
+        Called ten times a second, so few values are pending.
+        """
         for one in self._settled:
             one.settle()
 

@@ -1,15 +1,15 @@
 """Planned moves: requests that move although nothing has failed, their order and their method.
 
-    a worker drains ─────────────────────┐
-    a device of it lost its NVLink ──────┤ once per     ┌─ with the KV cache, a few at once; the others keep decoding
-    a device throttled it below half ────┼─ incident ──▶┤
-    an operator requests holdfast move ──┘              ├─ if the cache cannot be sent: recompute (device, operator),
-                                                        └─ or the request stays and ends there (drain, throttled)
+    a worker drains ────────────────────────────┐
+    a device of the worker is broken ───────────┤ once per     ┌─ with the KV cache, a few at once; the others keep decoding
+    throttled devices cut its weight below half ┼─ incident ──▶┤
+    an operator requests holdfast move ─────────┘              ├─ if the cache cannot be sent: recompute (device, operator),
+                                                               └─ or the request stays and ends there (drain, throttled)
 
 If recomputation is predicted to be faster than the transfer, the request is recomputed, whatever the cause. Requests
-move in order of priority, then of age. The requests of a worker with several shards (tp > 1) are planned together:
-one worker with room receives them all, or several workers do if no single one has enough room. The requests of an
-unsharded worker are spread over the other workers.
+move in order of priority, then of age. The requests of a worker with several shards (tp > 1) are planned together. If
+one other worker has room for all, it receives them all; otherwise several workers do. The requests of an unsharded
+worker are spread over the other workers.
 
 If a move fails, its stream loses nothing: the stream stays, or is recomputed as shown above. If no worker has room,
 the stream stays, whatever the cause, and the move is retried on every tick. A request that is still being prefilled
@@ -17,7 +17,7 @@ moves after its first token.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isinf
 from typing import TypeAlias
@@ -25,19 +25,18 @@ from typing import TypeAlias
 import structlog
 
 from controller.deciders.worker import replacement, spare_awaited
-from controller.frontend.dispatch.live_request import HELD_MAX, KvMove, LiveRequest
+from controller.frontend.dispatch.live_request import HELD_MAX, KvMove, LiveRequest, MigrationRequest
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.driver import Driver
 from controller.frontend.request import events as on
 from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.failures import Failure, PlannedCause
 from controller.frontend.request.state import Move
-from controller.frontend.scheduling.scheduler import Scheduler
 from controller.migration import planned_move as kv
-from controller.migration.cost import MigrationCost, MovingPolicy
+from controller.migration.cost import MigrationCost
 from controller.migration.placement import Placement
 from controller.ports import LostCause, WorkerUnreachable
-from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.endpoints import Endpoint, Key
 from controller.router.trust import SourceDistrusted, TrustedSource
 from events.observations import MoveRequested
 from events.wire import Chunk, Committed, Reserved
@@ -58,55 +57,29 @@ Planned: TypeAlias = tuple[Placement, Endpoint | None]
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class MigrationRequest:
-    """One request that a planned move must take to another worker."""
-
-    live: LiveRequest
-    source: Endpoint
-    cause: PlannedCause
-    to: str = ""  # the only worker to which the request may move; empty if any may take it
-    planned: str = ""  # target of this request in the plan of its group; empty if there is no such plan
-    without: frozenset[str] = frozenset()  # targets that refused the request, or failed
-    why: str = ""  # reason of the first refusal
-
-    @property
-    def stale(self) -> bool:
-        """Whether the request has ended or has left its source."""
-        return self.live.over or self.live.endpoint is not self.source
-
-    @property
-    def ready(self) -> bool:
-        """Whether the request can move now, because it produces tokens and no transfer of it is under way."""
-        return self.live.state.has_output and self.live.state.transfer is None
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class KvMoveSink(KvMove):
     """Receives the frames of one KV transfer from the request plane. Implements `controller.ports.TransferSink`."""
 
     moves: "PlannedMoves"
-    placer: Placer
-    driver: Driver
-    wanted: MigrationRequest
     at_once: int  # number of transfers that share the link, with this one
 
     def _advance(self, event: kv.Event) -> None:
-        live = self.wanted.live
+        live, driver = self.wanted.live, self.moves.driver
         if live.kv_move is self:
-            self.driver.feed(live, live.advanced(event))
+            driver.feed(live, live.advanced(event))
 
     def reserved(self, frame: Reserved) -> None:
         """Handle the target's reservation, which contains the number of tokens that the target has cached.
 
         The transfer is given up if the target's cache makes recomputing faster.
         """
-        live, cached, at_once = self.wanted.live, frame.cached_tokens, self.at_once
+        live, placer, cached = self.wanted.live, self.moves.placer, frame.cached_tokens
         transfer = live.state.transfer
         if live.kv_move is not self or transfer is None or transfer.state != "asked":
             return
         self.offer = frame
-        cost = self.placer.price(live, self.source, self.target, cached_tokens=cached, at_once=at_once)
+        cost = placer.price(live, self.wanted.source, self.target, cached_tokens=cached, at_once=self.at_once)
         self.predicted_ms = cost.transfer_time_ms
         if cached > 0 and cost.recommended == "reprefill":
             self.cheaper = cost
@@ -115,7 +88,7 @@ class KvMoveSink(KvMove):
             self._advance(kv.TargetReserved())
 
     def declined(self, stream: int, why: str) -> None:
-        """Handle that the source or the target declines the transfer.
+        """Handle a refusal of the transfer by the source or the target.
 
         `stream` is the stream number of the declining side.
         """
@@ -146,75 +119,12 @@ class KvMoveSink(KvMove):
         self._advance(kv.Lost(f"target {cause}: {detail}"))
 
     def give_up(self, why: str) -> None:
-        """Abort the transfer, so that the stream stays at its source."""
+        """Abort the transfer. The stream stays at its source."""
         self._advance(kv.GivenUp(why))
 
     def ended(self, over: TransferOver) -> None:
         """Report the outcome of the transfer to `PlannedMoves`."""
         self.moves.ended(self, over)
-
-
-@dataclass(eq=False, repr=False)
-class MovePlanner:
-    """Decides where a request moves, and by which method. Changes no state."""
-
-    policy: MovingPolicy
-    table: EndpointTable
-    routing: Scheduler
-    placer: Placer
-
-    def group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
-        """Return the planned target of each request of a sharded worker. Return {} if its requests are planned
-        separately.
-
-        One target receives all requests if it has room, otherwise several do. A spare that replaces an unsharded
-        worker also receives all requests of that worker.
-        """
-        spare = "" if to else replacement(source.worker, self.table.workers)
-        if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
-            return {}
-        plan = self.placer.plan(there, source, to or spare)
-        return {
-            live: p.target for live, p, endpoint in plan if endpoint is not None and p.method == "transfer"
-        }
-
-    def plan(self, wanted: MigrationRequest) -> Planned:
-        """Return method and target for a request: from the plan of its group if that is still possible, otherwise from a
-        new plan.
-        """
-        if wanted.planned:
-            placement, endpoint = self._plan(wanted, wanted.source, wanted.planned, wanted.without)
-            if endpoint is not None and placement.method == "transfer":
-                return placement, endpoint
-        return self._plan(wanted, wanted.source, wanted.to, wanted.without)
-
-    def plan_anew(self, wanted: MigrationRequest) -> Planned:
-        """Return the worker that would recompute the request soonest. A worker that refused its KV cache is chosen only
-        as the last resort.
-
-        Each request is planned separately, so a group that fits on no single worker is spread.
-        """
-        source = frozenset({wanted.source.worker})
-        placement, endpoint = self._plan(wanted, None, wanted.to, wanted.without | source)
-        if endpoint is None and wanted.without:
-            placement, endpoint = self._plan(wanted, None, wanted.to, source)
-        return placement, endpoint
-
-    def _plan(
-        self, wanted: MigrationRequest, source: Endpoint | None, to: str, without: frozenset[str]
-    ) -> Planned:
-        ((_, placement, endpoint),) = self.placer.plan([wanted.live], source, to, without)
-        return placement, endpoint if endpoint is not None and self.routing.takes(endpoint) else None
-
-    def objection(self, placement: Placement) -> str:
-        """Return why the request's KV cache is not sent. Return an empty string if recomputing is simply faster."""
-        cost = placement.cost
-        if cost is None:
-            return NO_ROOM
-        if isinf(cost.transfer_time_ms):
-            return "its KV cache cannot be sent there"
-        limit_ms, takes_ms = self.policy.max_migration_time_ms, cost.transfer_time_ms
-        return f"it would take {takes_ms:.0f} of {limit_ms:g} ms" if takes_ms > limit_ms else ""
 
 
 @dataclass(eq=False, repr=False)
@@ -227,7 +137,7 @@ class PlannedMoves:
     _standing: dict[Key, frozenset[PlannedCause]] = field(default_factory=dict)
     # requests to move, by source, in the order in which they move
     _wanted: dict[Key, list[MigrationRequest]] = field(default_factory=dict)
-    _transfers: dict[LiveRequest, KvMoveSink] = field(default_factory=dict)
+    transfers: dict[LiveRequest, KvMoveSink] = field(default_factory=dict)  # those in progress
     # sources from which more moves start in the next event-loop iteration
     _due: set[Key] = field(default_factory=set)
     # reasons for staying that were logged, so that each is logged once per incident
@@ -237,17 +147,11 @@ class PlannedMoves:
         placer, driver = self.placer, self.driver
         self.policy, self.plane, self.running = placer.policy, placer.plane, placer.running
         self.table, self.routing, self._now = driver.table, driver.routing, driver.now
-        self._planner = MovePlanner(self.policy, self.table, self.routing, self.placer)
-
-    @property
-    def under_way(self) -> Collection[KvMoveSink]:
-        """The KV transfers that are in progress."""
-        return self._transfers.values()
 
     # --- selecting the requests to move -------------------------------------------------------------------
 
     def look(self) -> None:
-        """Start or drop the moves of each worker for which a reason to move has appeared or vanished.
+        """Start moves from workers with a new reason to move, and drop waiting moves with a reason that no longer holds.
 
         Called after a change of the endpoint table or of a connection. A worker that was resumed or repaired keeps
         the requests that have not moved yet.
@@ -291,7 +195,7 @@ class PlannedMoves:
         there = [live for live in self.running.at(endpoint) if not live.stays]
         if not there or (cause == "drain" and self.policy.on_drain == "finish"):
             return
-        planned = self._planner.group(there, endpoint, to)
+        planned = self._group(there, endpoint, to)
         wanted_by = {wanted.live: wanted for wanted in self._wanted.get(endpoint.key, ())}
         for live in there:
             if cause in INSISTS or live not in wanted_by:
@@ -310,19 +214,78 @@ class PlannedMoves:
         if not there:
             self._wanted.pop(key, None)
 
+    # --- choosing target and method -----------------------------------------------------------------------
+
+    def _group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
+        """Return the target of each request that a joint plan transfers; {} if each request is planned separately.
+
+        Requests are planned jointly if a spare replaces their worker, or if two or more of them leave a sharded
+        worker (tp > 1). One target receives all of them if it has room, otherwise several do.
+        """
+        spare = "" if to else replacement(source.worker, self.table.workers)
+        if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
+            return {}
+        plan = self.placer.plan(there, source, to or spare)
+        return {
+            live: p.target for live, p, endpoint in plan if endpoint is not None and p.method == "transfer"
+        }
+
+    def _plan(self, wanted: MigrationRequest) -> Planned:
+        """Return the method and target for a request.
+
+        If the request was planned together with others, its target from that plan is used, unless the KV cache can no
+        longer be sent there. In all other cases, the request is planned now.
+        """
+        if wanted.planned:
+            placement, endpoint = self._plan_one(wanted, wanted.source, wanted.planned, wanted.without)
+            if endpoint is not None and placement.method == "transfer":
+                return placement, endpoint
+        return self._plan_one(wanted, wanted.source, wanted.to, wanted.without)
+
+    def _plan_anew(self, wanted: MigrationRequest) -> Planned:
+        """Return the worker, other than the source, that would recompute the request soonest, with its placement.
+
+        A worker that refused the request's KV cache is chosen only as the last resort. Each request is planned
+        separately, so a group that fits on no single worker is spread.
+        """
+        source = frozenset({wanted.source.worker})
+        placement, endpoint = self._plan_one(wanted, None, wanted.to, wanted.without | source)
+        if endpoint is None and wanted.without:
+            placement, endpoint = self._plan_one(wanted, None, wanted.to, source)
+        return placement, endpoint
+
+    def _plan_one(
+        self, wanted: MigrationRequest, source: Endpoint | None, to: str, without: frozenset[str]
+    ) -> Planned:
+        ((_, placement, endpoint),) = self.placer.plan([wanted.live], source, to, without)
+        return placement, endpoint if endpoint is not None and self.routing.takes(endpoint) else None
+
+    def _objection(self, placement: Placement) -> str:
+        """Return why the request's KV cache is not sent. Return an empty string if recomputing is simply faster."""
+        cost = placement.cost
+        if cost is None:
+            return NO_ROOM
+        if isinf(cost.transfer_time_ms):
+            return "its KV cache cannot be sent there"
+        limit_ms, takes_ms = self.policy.max_migration_time_ms, cost.transfer_time_ms
+        return f"it would take {takes_ms:.0f} of {limit_ms:g} ms" if takes_ms > limit_ms else ""
+
     # --- moving them --------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Abort transfers that take too long, and start moves that have become possible."""
         now, limit_ms = self._now(), self.policy.max_migration_time_ms
-        for transfer in list(self._transfers.values()):
+        for transfer in list(self.transfers.values()):
             if now - transfer.began_at > limit_ms / 1000:
                 transfer.give_up(f"it took longer than {limit_ms:g} ms")
         for key in list(self._wanted):
             self._pump(key)
 
     def _pump(self, key: Key) -> None:
-        """Start moves from this worker until as many run as may run at once, at most BEGINS_MAX per event-loop iteration."""
+        """Start moves from this worker, up to the limit on moves at once.
+
+        At most BEGINS_MAX moves start per event-loop iteration.
+        """
         self._due.discard(key)
         ready = [wanted for wanted in self._wanted.get(key, ()) if wanted.stale or wanted.ready]
         for begun, wanted in enumerate(ready):
@@ -330,7 +293,7 @@ class PlannedMoves:
                 self._due.add(key)
                 asyncio.get_running_loop().call_soon(self._continue_moves, key)
                 return
-            under_way = sum(transfer.source.key == key for transfer in self._transfers.values())
+            under_way = sum(transfer.wanted.source.key == key for transfer in self.transfers.values())
             if under_way >= self.policy.transfers_at_once:
                 return
             self._drop(key, wanted)
@@ -349,14 +312,17 @@ class PlannedMoves:
         if wanted.live.stays:
             return True
         source, limit_ms = wanted.source, self.policy.max_migration_time_ms
-        placement, target = self._planner.plan(wanted)
-        if target is None or placement.method != "transfer" or placement.cost is None:
-            why = wanted.why or self._planner.objection(placement)
+        placement, target = self._plan(wanted)
+        carries = placement.method == "transfer" and wanted.live.request.grammar is None
+        if target is None or not carries or placement.cost is None:
+            why = wanted.why or self._objection(placement)
+            if placement.method == "transfer" and not (why or carries):
+                why = "the grammar of its answer can only be continued from text"
             if why or target is None:
                 return self._not_transferred(wanted, why)
             self._compute_again(wanted, placement.cost, target)
             return True
-        others = sum(c.source is source or c.target is target for c in self._transfers.values())
+        others = sum(c.wanted.source is source or c.target is target for c in self.transfers.values())
         if others and placement.cost.transfer_time_ms * (1 + others) > limit_ms:
             self._wanted.setdefault(source.key, []).insert(0, wanted)
             return False
@@ -373,17 +339,13 @@ class PlannedMoves:
         dispatch, accepted = live.dispatch, live.accepted
         assert dispatch is not None
         transfer = KvMoveSink(
-            source=wanted.source,
+            wanted=wanted,
             source_stream=dispatch.stream,
             base=len(accepted),
             target=target,
             rank=self.routing.choose([target], live.request, accepted).holder.rank,
-            cause=wanted.cause,
             began_at=now,
             moves=self,
-            placer=self.placer,
-            driver=self.driver,
-            wanted=wanted,
             at_once=at_once,
         )
         request = live.continuation.request(target, transfer.rank)
@@ -391,18 +353,21 @@ class PlannedMoves:
         room = len(request.tokens) + min(request.sampling.max_tokens, ROOM_TOKENS + int(within_s * per_s))
         transfer.stream = self.plane.reserve(target.worker, target.instance, request, room, transfer)
         target.admit()
-        live.kv_move = self._transfers[live] = transfer
+        live.kv_move = self.transfers[live] = transfer
         self.driver.feed(live, on.TransferBegun())
 
     def _not_transferred(self, wanted: MigrationRequest, why: str) -> bool:
-        """Handle a request with a KV cache that is not sent.
+        """Handle the case that a request's KV cache is not sent to a target, for the reason `why`.
 
-        It is recomputed on another worker if its cause requires that, otherwise it stays. Return False if it waits
-        for room: recomputing would need the same room, and the stream would be silent meanwhile.
+        Return False if the request waits for room, otherwise True.
+
+        If no other worker has room, the request waits at its source, because recomputing would need the same room, and
+        the stream would be silent meanwhile. If there is room, and a broken device or an operator causes the move, the
+        request is recomputed on another worker. In all other cases, the request stays at its source.
         """
         full = why.startswith((NO_ROOM, "overloaded"))
         if wanted.cause in INSISTS and not full:
-            placement, endpoint = self._planner.plan_anew(wanted)
+            placement, endpoint = self._plan_anew(wanted)
             if endpoint is not None:
                 self._compute_again(wanted, placement.cost, endpoint, why)
                 return True
@@ -419,7 +384,7 @@ class PlannedMoves:
     def _compute_again(
         self, wanted: MigrationRequest, cost: MigrationCost | None, endpoint: Endpoint, why: str = ""
     ) -> None:
-        """Move a request to `endpoint`, which recomputes its KV cache from its tokens."""
+        """Move a request to `endpoint`, where the request's KV cache is recomputed from the tokens."""
         live, reason, source = wanted.live, Failure(wanted.cause, ""), wanted.source.server
         predicted_ms = cost.reprefill_time_ms if cost is not None else None
         move = Move(reason, reason, source, self._now(), len(live.accepted), None, predicted_ms, why)
@@ -428,7 +393,7 @@ class PlannedMoves:
     def ended(self, transfer: KvMoveSink, over: TransferOver) -> None:
         """Continue after a transfer has ended: recompute the request, try another target, or let the request stay."""
         wanted, cheaper = transfer.wanted, transfer.cheaper
-        del self._transfers[wanted.live]
+        del self.transfers[wanted.live]
         pump = over.state == "switched" or bool(over.why) or cheaper is not None
         if cheaper is not None and not wanted.stale:
             self._compute_again(wanted, cheaper, transfer.target)

@@ -1,4 +1,4 @@
-"""Request metrics per model, recorded close to the token path, with each label lookup done only once."""
+"""Request metrics per model. Each label set is looked up only once, to keep the token path fast."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,6 @@ from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
 from controller.frontend.request.failures import CAUSES
 from controller.router.endpoints import Endpoint, shown_context
 from controller.router.index.view import Counts, KvView
-from events.observations import FrontendObservation, RequestExposed
 from events.wire import Load
 
 ENDPOINTS, KINDS = ("chat_completions", "completions"), ("stream", "unary")
@@ -21,7 +20,7 @@ POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 
 
 class ModelTraffic:
-    """The traffic of one model since its last report, and the latency objectives against which it is measured."""
+    """The traffic of one model since its last report, and the latency objectives against which answers are measured."""
 
     def __init__(self) -> None:
         self.ttft_s = self.tpot_s = inf
@@ -42,11 +41,11 @@ class ModelTraffic:
     def ended(
         self, prompt_tokens: int, tokens: int, ttft_s: float, tpot_s: float, by_s: float | None
     ) -> None:
-        """Count an answer that has ended without an error. It is late if its time to first token or time per token was
-        too long.
+        """Count an answer that has ended without an error.
 
-        `by_s` is the limit of the time to first token that the client has set. If it is None, the model's objective
-        applies, but a long prompt may take twice its prefill time.
+        The answer is late if its time to first token or its time per token was too long. `by_s` is the client's
+        limit for the time to first token. If `by_s` is None, the limit is the model's objective or twice the prefill
+        time of the prompt, whichever is longer.
         """
         self.output_tokens += tokens
         if by_s is None:
@@ -77,8 +76,9 @@ class ModelMetrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Create the series that alerts use with value 0, because the increase of a series that first appears at 1 is
-        lost (B26).
+        """Create, with value 0, the series that alerts use.
+
+        Prometheus would miss the increase of a series that first appears with value 1.
         """
         for endpoint in ENDPOINTS:
             self._requests.rejections.labels(self._model, endpoint)
@@ -95,7 +95,7 @@ class ModelMetrics:
     def ended(self, duration_s: float, tokens: int, cached_tokens: int | None) -> None:
         """Record an answer that has ended.
 
-        `cached_tokens` is the number of cached prompt tokens, or None if it was not reported.
+        `cached_tokens` is the number of cached prompt tokens, or None if no worker has reported the number.
         """
         self.duration.note(duration_s)
         self.outputs.note(tokens)
@@ -111,7 +111,7 @@ class ModelMetrics:
         self._requests.migrations.labels(self._model, kind).inc()
 
     def restored(self, kind: str, outcome: str, seconds: float) -> None:
-        """Record the end of an outage after `seconds` and any number of attempts.
+        """Record the end of an outage that lasted `seconds`. An outage with several attempts counts once.
 
         `outcome` is `success`, `failure` or `cancelled`.
         """
@@ -119,7 +119,7 @@ class ModelMetrics:
 
 
 class RequestMetrics:
-    """The request metrics of a frontend, by model and worker, which a scrape copies into the metric tables."""
+    """The request metrics of a frontend, by model and worker. A scrape copies them into the metric tables."""
 
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
@@ -146,12 +146,13 @@ class RequestMetrics:
         return found
 
     def traffic(self) -> Iterator[tuple[str, ModelTraffic]]:
-        """Return the traffic of each model."""
+        """Return an iterator over each model and its traffic."""
         return ((model, metrics.traffic) for model, metrics in self._models.items())
 
     def chosen(self, model: str, mode: str, overlap_blocks: float, required_blocks: int) -> None:
-        """Count the choice of a worker in this mode, and record how many of the prompt's blocks it has cached, as far as
-        is known.
+        """Count the choice of a worker in this mode.
+
+        In the mode `kv`, also record how many of the prompt's blocks the worker is known or assumed to have cached.
         """
         of_model = self.of(model)
         of_model.decisions[mode] += 1
@@ -167,7 +168,7 @@ class RequestMetrics:
         self._histograms.queue_s.of(model, outcome).note(seconds)
 
     def served(self, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None) -> None:
-        """Record an answer that began and ended without an error at one worker.
+        """Record an answer that one worker produced completely, without an error.
 
         `itl_s` is None for an answer of one token. In that case the value of the previous answer is kept.
         """
@@ -176,17 +177,16 @@ class RequestMetrics:
         self._last[worker] = prompt_tokens, ttft_s, itl_s
 
     def resumed(self, cause: str, gap_s: float) -> None:
-        """Record the seconds without a token after which a client's stream continued."""
+        """Record for how many seconds a client's stream had no token before it continued."""
         self._histograms.resume.of(cause).add(gap_s)
 
     def preempted(self, model: str, tier: str) -> None:
         """Count a running answer that was preempted by a more urgent request."""
         self._requests.preempted.labels(model, tier).inc()
 
-    def exposed(self, fact: FrontendObservation) -> None:
-        """Count a request that received tokens from a convicted worker. Facts of other kinds are ignored."""
-        if isinstance(fact, RequestExposed):
-            self._exposed.labels(fact.action).inc()
+    def exposed(self, action: str) -> None:
+        """Count a request that received tokens from a convicted worker. `action` is that of `RequestExposed`."""
+        self._exposed.labels(action).inc()
 
     def settle(self) -> None:
         """Copy the counts into the metric tables before a scrape: counters, and gauges of each worker's last answer."""
@@ -235,43 +235,38 @@ class RequestMetrics:
             metrics.kv_recoveries.labels(outcome).inc(now - then)
         self._kv_counted = replace(counts, applied=counts.applied.copy())
 
+    def gauge_model(self, model: str, endpoints: Sequence[Endpoint], limit: int, queued: int) -> None:
+        """Update the gauges of one model.
 
-def gauge_model(
-    metrics: FrontendMetrics, model: str, endpoints: Sequence[Endpoint], limit: int, queued: int
-) -> None:
-    """Update the gauges of one model. If all its workers have left, the gauges keep the sizes of the last workers."""
-    metrics.shown_models.add(model)
-    requests, sizes = metrics.requests, metrics.models
-    requests.inflight.labels(model).set(sum(endpoint.active for endpoint in endpoints))
-    requests.queued.labels(model).set(queued)
-    if not endpoints:
-        return
-    profile = endpoints[0].joined.profile
-    sizes.migration_limit.labels(model).set(limit)
-    sizes.context_length.labels(model).set(shown_context(endpoints))
-    sizes.total_kv_blocks.labels(model).set(profile.kv_blocks)
-    sizes.max_num_seqs.labels(model).set(profile.max_batch)
-    sizes.kv_block_size.labels(model).set(profile.block_tokens)
+        If all workers of the model have left, the size gauges keep their last values.
+        """
+        self._metrics.shown_models.add(model)
+        requests, sizes = self._requests, self._metrics.models
+        requests.inflight.labels(model).set(sum(endpoint.active for endpoint in endpoints))
+        requests.queued.labels(model).set(queued)
+        if not endpoints:
+            return
+        profile = endpoints[0].joined.profile
+        sizes.migration_limit.labels(model).set(limit)
+        sizes.context_length.labels(model).set(shown_context(endpoints))
+        sizes.total_kv_blocks.labels(model).set(profile.kv_blocks)
+        sizes.max_num_seqs.labels(model).set(profile.max_batch)
+        sizes.kv_block_size.labels(model).set(profile.block_tokens)
 
+    def gauge_worker(
+        self, endpoint: Endpoint, breaker: str, loads: Sequence[Load], prefill_tokens: Sequence[float]
+    ) -> None:
+        """Update the gauges of one worker.
 
-def gauge_worker(
-    metrics: FrontendMetrics,
-    endpoint: Endpoint,
-    breaker: str,
-    loads: Sequence[Load],
-    prefill_tokens: Sequence[float],
-) -> None:
-    """Update the gauges of one worker.
-
-    `loads` is the reported load of each of its DP ranks. `prefill_tokens` is, for each rank, the number of prompt
-    tokens of this frontend's known requests that are not prefilled yet.
-    """
-    metrics.shown.add(endpoint.worker)
-    workers, breakers = metrics.workers, metrics.faults.breakers
-    breakers.labels(endpoint.worker).set(POSITIONS[breaker])
-    for rank, tokens in enumerate(prefill_tokens):
-        labels = (endpoint.worker, str(rank), WORKER_TYPE)
-        workers.prefill_tokens.labels(*labels).set(tokens)
-        if rank < len(loads):
-            workers.waiting.labels(*labels).set(loads[rank].waiting)
-            workers.decode_blocks.labels(*labels).set(loads[rank].kv_used)
+        `loads` is the reported load of each DP rank of the worker. `prefill_tokens` contains, for each rank, the number
+        of prompt tokens that are not prefilled yet, over the requests that this frontend knows.
+        """
+        self._metrics.shown.add(endpoint.worker)
+        workers, breakers = self._metrics.workers, self._metrics.faults.breakers
+        breakers.labels(endpoint.worker).set(POSITIONS[breaker])
+        for rank, tokens in enumerate(prefill_tokens):
+            labels = (endpoint.worker, str(rank), WORKER_TYPE)
+            workers.prefill_tokens.labels(*labels).set(tokens)
+            if rank < len(loads):
+                workers.waiting.labels(*labels).set(loads[rank].waiting)
+                workers.decode_blocks.labels(*labels).set(loads[rank].kv_used)

@@ -19,6 +19,8 @@ INFLIGHT_PER_BATCH = 4.0
 _PAIRS_WANTED = {
     "ttft_deadlines": "expected tier=milliseconds,... such as premium=500,standard=2000",
     "model_aliases": "expected alias=model,... such as gpt-4o=llama-70b",
+    "tool_call_parsers": "expected model=format,... such as llama-70b=llama3_json",
+    "reasoning_parsers": "expected model=format,... such as r1=deepseek_r1",
 }
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@]+/?")
 
@@ -26,7 +28,8 @@ _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@]+/?")
 class RouterSettings(Strict):
     """How a worker is chosen for a request.
 
-    The names are NVIDIA Dynamo's. docs/concepts/router.md explains the effect of each on the cost, and which defaults differ.
+    The names are NVIDIA Dynamo's. docs/concepts/router.md explains how each setting affects the cost, and which defaults differ
+    from Dynamo's.
     """
 
     mode: Mode = setting("kv", "routing mode: kv, round-robin, random, least-loaded, power-of-two")
@@ -133,8 +136,8 @@ class TokenizingSettings(Strict):
 class ConnectionSettings(Strict):
     """Limits of the client connections to one frontend: their number, the size of a request head, and waiting times.
 
-    Normal clients do not reach these limits. A proxy in front of the frontend is one address, with one connection per
-    open stream. A frontend has been measured with up to 2,000 connections. The limit on all connections leaves three
+    Normal clients do not reach these limits. A proxy in front of the frontend counts as one address, with one connection
+    per open stream. A frontend has been measured with up to 2,000 connections. The limit on all connections leaves three
     quarters of the 65,536 open files for workers.
     """
 
@@ -176,9 +179,8 @@ class StallSettings(Strict):
     @model_validator(mode="after")
     def _ordered(self) -> "StallSettings":
         if self.floor_s > self.ceiling_s:
-            raise ValueError(
-                f"floor_s is {self.floor_s:g}: it must not be above ceiling_s, {self.ceiling_s:g}"
-            )
+            why = f"floor_s is {self.floor_s:g}: it must not be above ceiling_s, {self.ceiling_s:g}"
+            raise ValueError(why)
         return self
 
 
@@ -252,12 +254,11 @@ class FrontendBudgets(Strict):
 class FrontendSettings(Strict):
     """The settings of one frontend process.
 
-    `migration_limit` defaults to 3. The seed's default is 0 (no migration at all), which surprises users.
+    `migration_limit` defaults to 3, because a limit of 0, which forbids all migration, would surprise users.
 
-    `on_corruption` is the policy for a stream that received tokens from a convicted worker. `continue` keeps the
-    accepted tokens, and restarts the answer only if no wrong token has reached the client. `restart` restarts the
-    answer, and ends it with an error if the client has already received a wrong token. `error` always ends the answer
-    with an error.
+    `on_corruption` is the policy for a stream that received tokens from a convicted worker. If none of these tokens has
+    reached the client, `continue` and `restart` generate them again. If one has reached the client, `continue` keeps
+    the accepted tokens, and `restart` ends the answer with an error. `error` always ends the answer with an error.
     """
 
     host: str = setting("127.0.0.1", "address that the API listens on")
@@ -294,6 +295,16 @@ class FrontendSettings(Strict):
     )
     model_aliases: dict[str, str] = setting(
         {}, "alias=model,...: additional names of a model in client requests"
+    )
+    tool_call_parsers: dict[str, str] = setting(
+        {},
+        "model=format,...: formats of tool calls, by vLLM's names (docs/reference/api.md), such as hermes; none: no tool "
+        "calls; by default they are recognised",
+    )
+    reasoning_parsers: dict[str, str] = setting(
+        {},
+        "model=format,...: formats of reasoning, by vLLM's names, such as deepseek_r1; none: reasoning is part of the "
+        "content; by default they are recognised",
     )
     migration_limit: int = setting(
         3, "maximum moves of a request to another worker; 0: never", ge=0, le=2**32 - 1
@@ -360,11 +371,6 @@ class FrontendSettings(Strict):
         return self.admission_control == "deadline"
 
     @property
-    def parks_s(self) -> float | None:
-        """Maximum total seconds for which one running answer is preempted. None disables preemption."""
-        return self.park_s if self.park else None
-
-    @property
     def folders(self) -> list[str]:
         """The folders from which tokenizers and chat templates may be loaded."""
         return [folder.strip() for folder in self.model_folders.split(",") if folder.strip()]
@@ -378,7 +384,7 @@ class FrontendSettings(Strict):
     def inflight_per_batch(self) -> float:
         """Largest number of requests in flight at a worker, over all frontends, as a multiple of its batch size.
 
-        With deadlines it is 1, so that no request waits at a worker.
+        If requests are admitted by their deadlines, the multiple is 1, so that no request waits at a worker.
         """
         return self.admission.inflight_per_batch or (1.0 if self.by_deadline else INFLIGHT_PER_BATCH)
 
@@ -416,7 +422,9 @@ class FrontendSettings(Strict):
                 raise ValueError(f"{origin!r} is not an origin, such as https://app.example.com, or *")
         return origins
 
-    @field_validator("ttft_deadlines", "model_aliases", mode="before")
+    @field_validator(
+        "ttft_deadlines", "tool_call_parsers", "reasoning_parsers", "model_aliases", mode="before"
+    )
     @classmethod
     def _pairs(cls, value: object, info: ValidationInfo) -> object:
         """Parse text like `premium=500,standard=2000` or `gpt-4o=llama-70b` to a mapping."""
@@ -444,7 +452,7 @@ class FrontendSettings(Strict):
     @field_validator("moving", mode="before")
     @classmethod
     def _merge_defaults(cls, value: object) -> object:
-        """Merge the given settings into the defaults, so that one value of one link can be set alone."""
+        """Merge the given settings into the defaults, so that a single nested value can be set alone."""
         return laid_over(asdict(MovingPolicy()), value) if isinstance(value, Mapping) else value
 
 

@@ -25,6 +25,7 @@ from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
+from controller.frontend.openai.completion import Completion
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokens, ready_tokens
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import WorkerRank
@@ -102,7 +103,7 @@ class Kit:
             batch.append(Recorded(self.seq, datetime.now(UTC), fact, f"e{self.seq}"))
             self.fleet = evolve(self.fleet, batch[-1])
         alive = [w for w in self.fleet.workers.values() if w.alive]
-        self.plane.want({w.joined.worker: Address(w.joined.instance, w.joined.url) for w in alive})
+        self.plane.set_workers({w.joined.worker: Address(w.joined.instance, w.joined.url) for w in alive})
         self.director.absorb(self.fleet, batch)
 
     def health(
@@ -215,6 +216,20 @@ def check_slot_counts(director: Director) -> None:
     assert counted == there, "the slot tracker does not count exactly the requests on workers"
 
 
+class CompletedAnswers(dict[Completion, None]):
+    """The requests in progress, and the tokens of the answers that were completed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[list[int]] = []
+
+    def __delitem__(self, completion: Completion) -> None:
+        super().__delitem__(completion)
+        for answer in completion.answers:
+            if answer.finish not in (None, "cancelled"):
+                self.tokens.append(answer.accepted)
+
+
 class Ticks:
     """The periodic work of a frontend, every 50 ms."""
 
@@ -258,26 +273,22 @@ async def frontend(
     road = road or USUAL[-1]
     facts: list[Observation] = []
     traces: list[str] = []
-    completed: list[list[int]] = []
 
     def observe(fact: Observation, *, traceparent: str = "") -> None:
         facts.append(fact)
         traces.append(traceparent)
 
-    def ended(live: LiveRequest) -> None:
-        if live.answer.error is None and live.answer.finish != "cancelled":
-            completed.append(live.accepted)
-
     chosen = FrontendSettings(port=0, **{"reroute_s": 10.0, "model_folders": "/", **settings})
     plane = road.plane("f1")
     first_of_equals = lambda: 0.0  # noqa: E731
-    world = World("f1", between(plane), observe, SystemClock(), first_of_equals, ended)
+    world = World("f1", between(plane), observe, SystemClock(), first_of_equals)
     director = Director(world, chosen)
     if live:
         director.go_live()
     plane.listen(director.changed)
     api = Api(director)
     api.openai.tokens = tokens
+    completed = api.openai.completions = CompletedAnswers()
     listeners = Listeners(api, chosen)
     await listeners.open()
     await listeners.accept()
@@ -287,7 +298,7 @@ async def frontend(
     try:
         async with aiohttp.ClientSession() as http:
             kit = Kit(
-                director, api, plane, listeners.url, listeners.admin_url, http, facts, traces, completed,
+                director, api, plane, listeners.url, listeners.admin_url, http, facts, traces, completed.tokens,
                 world, ticks, road=road,
             )  # fmt: skip
             for worker in workers:

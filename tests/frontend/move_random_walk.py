@@ -355,7 +355,7 @@ class Walk:
         )
         happens[0](name)
         await turns()  # callbacks scheduled for the end of the turn
-        assert not any(one.wanted.live.over for one in self.director.planned_moves.under_way)
+        assert not any(one.wanted.live.over for one in self.director.planned_moves.transfers.values())
 
     def deliver(self, name: str) -> None:
         """Deliver one or several frames to the frontend."""
@@ -452,7 +452,7 @@ class Walk:
             transfer, move = live.state.transfer, live.kv_move
             if transfer is not None and move is not None and transfer.state == "committed":
                 self.orphans += 1
-                self.connections.lose(move.source.worker)
+                self.connections.lose(move.wanted.source.worker)
                 return
 
     def leave(self, name: str) -> None:

@@ -39,6 +39,18 @@ def undisturbed(
     return tokens[len(prompt) :]
 
 
+def spelling(answer: Sequence[int]) -> Callable[[Sequence[int]], int]:
+    """Return a model that answers each prompt with these tokens."""
+
+    def follow(tokens: Sequence[int]) -> int:
+        for made in range(min(len(answer) - 1, len(tokens)), 0, -1):
+            if list(tokens[-made:]) == list(answer[:made]):
+                return answer[made]
+        return answer[0]
+
+    return follow
+
+
 @dataclass
 class Act:
     """How to serve one request: `after` tokens, then `how`. The default serves it completely.
@@ -73,6 +85,7 @@ class ScriptedWorker:
     model: str = "m"
     step_s: float = 0.0
     follow: Callable[[Sequence[int]], int] = next_token
+    stop_at: int | None = None  # the token that ends an answer
     acts: deque[Act] = field(default_factory=deque)
     always: Act = field(default_factory=Act)
     requests: list[Generate] = field(default_factory=list)
@@ -208,6 +221,10 @@ class ScriptedWorker:
             for _ in range(min(act.per_step, count - made)):
                 tokens.append(self.follow(tokens))
                 new.append(tokens[-1])
+                if new[-1] == self.stop_at:
+                    act = Act(finish="stop")
+                    ends, count = True, made + len(new)
+                    break
             made += len(new)
             finish = act.finish if ends and made == count else None
             self._say(writer, Step(chunks=[self.chunk_of(request, new, finish)]))

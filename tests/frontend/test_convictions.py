@@ -485,4 +485,4 @@ def test_lives_that_have_left_are_dropped() -> None:
     exposures = ServedSpans("f", 10, SystemClock())
     exposures.note(ServedSpan("r", "m", 0, 1, key=("w1", "i1")))
     exposures.keep({("w1", "i2")})
-    assert exposures.fed(("w1", "i1"), now) == []
+    assert exposures.tokens_sent(("w1", "i1"), now) == []

@@ -100,6 +100,7 @@ async def started(rig: Rig) -> Process:
     return frontend
 
 
+@pytest.mark.slow
 async def test_after_the_grace_period_a_stream_ends_with_an_error_event_and_a_clean_end(rig: Rig) -> None:
     frontend = await started(rig)
     async with asyncio.timeout(60):

@@ -77,6 +77,7 @@ NO_HTTP = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_request_that_is_not_http_gets_a_400_and_is_not_quoted_in_a_log(rig: Rig) -> None:
     worker, port = free_port(), free_port()
     await rig.worker("w0", worker)
@@ -100,6 +101,7 @@ async def test_a_request_that_is_not_http_gets_a_400_and_is_not_quoted_in_a_log(
     assert "Traceback" not in str(said) and "secret" not in str(said)
 
 
+@pytest.mark.slow
 async def test_kill_nine_in_the_middle_of_a_stream(rig: Rig) -> None:
     ports = [free_port() for _ in range(3)]
     workers = {f"static-{n}": await rig.worker(f"w{n}", port) for n, port in enumerate(ports)}
@@ -118,6 +120,7 @@ async def test_kill_nine_in_the_middle_of_a_stream(rig: Rig) -> None:
         assert text_of(await rig.stream(**how)) == whole  # new requests go to live workers
 
 
+@pytest.mark.slow
 async def test_a_stopped_worker_is_left_and_a_stopped_frontend_blames_no_worker(rig: Rig) -> None:
     ports = [free_port(), free_port()]
     workers = {f"static-{n}": await rig.worker(f"w{n}", port) for n, port in enumerate(ports)}
@@ -152,6 +155,7 @@ async def test_a_stopped_worker_is_left_and_a_stopped_frontend_blames_no_worker(
     assert await hangs() > before
 
 
+@pytest.mark.slow
 async def test_while_a_frontend_reaches_no_worker_the_other_one_on_its_port_gets_the_requests(
     rig: Rig,
 ) -> None:
@@ -186,6 +190,7 @@ async def test_while_a_frontend_reaches_no_worker_the_other_one_on_its_port_gets
     await until(without_workers, every_s=0.005)
 
 
+@pytest.mark.slow
 async def test_sigterm_finishes_requests_in_flight_and_the_other_frontend_gets_new_ones(rig: Rig) -> None:
     port, shared = free_port(), free_port()
     await rig.worker("w0", port)
@@ -268,6 +273,7 @@ async def occupied() -> AsyncIterator[int]:
         yield int(holder.getsockname()[1])
 
 
+@pytest.mark.slow
 async def test_a_port_in_use_gives_one_sentence_and_exit_code_one(rig: Rig, nats_url: str) -> None:
     async with occupied() as port:
         process = await rig.start("frontend", "--port", str(port), HOLDFAST_NATS_URL=nats_url)

@@ -52,6 +52,7 @@ async def unknown(journal: NatsJournal) -> list[ExposureUnknown]:
     return found
 
 
+@pytest.mark.slow
 async def test_a_conviction_that_a_dead_frontend_missed_is_reported_once(
     nats_url: str, tmp_path: Path
 ) -> None:

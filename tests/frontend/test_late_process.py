@@ -40,7 +40,7 @@ class WorkerProcess:
             self.now += STEP_S
             for number, pulse in enumerate(self.pulses):
                 if not late and self.now >= self._due[number] and number not in self.hung:
-                    pulse.hear(self.now)
+                    pulse.frame_received(self.now)
                     self._due[number] = self.now + BEAT_S
             if self.suspects():
                 return self.now - began
@@ -110,7 +110,7 @@ def test_lateness_of_our_own_loop_is_not_attributed_to_the_process() -> None:
     host.process.look_due = host.now + POLICY.tick_s
     host.now += 3.0  # we check only now, and everything has arrived meanwhile
     for pulse in host.pulses:
-        pulse.hear(host.now)
+        pulse.frame_received(host.now)
     assert host.process.late_s <= POLICY.tick_s
     assert host.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
 
@@ -120,10 +120,10 @@ def test_an_idle_worker_with_a_beat_per_second_is_not_late() -> None:
     process.shared = True
     idle, hung = HangDetector(POLICY, 0.0, process), HangDetector(POLICY, 0.0, process)
     for second in range(1, 4):
-        idle.hear(second * 0.95)
+        idle.frame_received(second * 0.95)
     hung.opened(2.9)
     assert hung.suspect(3.29) == ""
-    idle.hear(3.35)
+    idle.frame_received(3.35)
     assert process.late_s == 0.0
     assert hung.suspect(3.37)
 
@@ -135,8 +135,8 @@ def test_the_last_worker_to_report_after_a_stop_of_its_process_is_not_hung() -> 
     for pulse in (first, last):
         pulse.opened(0.0)
     for now in (0.38, 0.46, 0.54):  # the process was stopped 0.28 s longer than its workers are silent
-        first.hear(now)
+        first.frame_received(now)
         assert last.suspect(now) == ""
     for now in (0.62, 0.70):
-        first.hear(now)
+        first.frame_received(now)
     assert last.suspect(0.7)

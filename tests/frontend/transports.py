@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from scripted_worker import ScriptedWorker
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.nats_dialer import NatsDialer
 from controller.adapters.request_plane.worker_links import PlaneLimits

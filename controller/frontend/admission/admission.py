@@ -1,12 +1,13 @@
 """Admission control of a frontend: admits a request, queues it for a worker, or refuses it.
 
-    admit ─┬─ the frontend drains, or the tier is shed, or all workers exceed the thresholds ──▶ refused
+    admit ─┬─ the frontend drains, or the tier is shed, or all workers exceed the busy thresholds ──▶ refused
     look ──┘ the deadline cannot be met (`Deadlines`) ──▶ refused
     enter    no request waits before it, and a worker has room ──▶ admitted
-             └──▶ queued (`Queue`) ── its turn, and a worker has room ──▶ admitted ── worker has no room ──▶ `again`: queued
-                    ├── the queue is full, or the wait has timed out, or the frontend shuts down ──▶ refused  before all others
+             └──▶ queued (`Queue`) ── its turn, and a worker has room ──▶ admitted
+                    ├── the queue is full, or the wait has timed out, or the frontend shuts down ──▶ refused
                     ├── no worker can serve the model any longer ──▶ refused
                     └── the client disconnects ──▶ removed
+    again    an admitted request found no worker with room when it was sent ──▶ queued, before all others
 
 `admit`, `look`, `enter` and `again` are methods of `Admission`; each arrow leads to what happens to the request next.
 Room at a worker is a free batch slot, free KV blocks, and capacity to prefill the prompt.
@@ -14,34 +15,29 @@ Room at a worker is a free batch slot, free KV blocks, and capacity to prefill t
 Each refusal has a retry time and is counted in `RequestsRejected` (see `Refusals`). Each model has its own waiting
 lines, so requests for one model never block requests for another model.
 
-Room that becomes free is granted to queued requests at the end of the current event-loop iteration, never at once. In
-that iteration, a request that was just admitted sends its generations, and these use the room that its reservation
-has released.
+Queued requests get free room only at the end of an event-loop iteration. An admitted request releases its reservation
+and is sent to workers within one iteration. So no queued request can take the released room in between.
 """
 
 import asyncio
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from controller.frontend.admission.deadlines import (
-    Deadlines,
-    Preemptor,
-    RoomFinder,
-    WantedRequest,
-    WantedTokens,
-)
+from controller.frontend.admission.deadlines import Deadlines, Preemptor, RoomFinder
 from controller.frontend.admission.queue import EndRate, Queue, QueuedRequest
 from controller.frontend.admission.refusals import NotAdmitted, QueueFull, Refusals, WaitedTooLong
 from controller.frontend.errors import ApiError
+from controller.frontend.openai.request_head import Call
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.load.monitor import NOTHING, RequiredRoom
 from controller.router.selection.filter import AllBusy, NoWorker
+from events.blocks import BlockNames
 
 # number of sent-back requests that may fail to get room before the rest of them are skipped in this pass
 LOOKS_MAX = 16
@@ -51,15 +47,19 @@ CLOCK_S = 0.005  # a timer may fire this much early
 
 
 class Reservation:
-    """Reserves room at one worker for a request, from its admission until the request is sent.
+    """Room at one worker that is reserved for an admitted request until the request is sent.
 
-    The prompt is tokenized meanwhile.
+    Room is a batch slot, KV blocks and prefill capacity. If the prompt is not tokenized yet, it is tokenized while the
+    reservation holds the room.
     """
 
     __slots__ = ("_admission", "_blocks", "_endpoint", "_wanted", "lineage")
 
     def __init__(self, admission: "Admission", endpoint: Endpoint, wanted: RequiredRoom = NOTHING) -> None:
-        """Reserve the prefill tokens and KV blocks in `wanted` at an endpoint, or none if the amount is not known yet."""
+        """Reserve a batch slot at an endpoint, and the prefill tokens and KV blocks in `wanted`.
+
+        `wanted` is NOTHING if these amounts are not known yet.
+        """
         self._admission = admission
         self._endpoint = endpoint
         self._wanted = wanted
@@ -68,14 +68,17 @@ class Reservation:
         endpoint.admit(wanted.unread, self._blocks)
 
     def again(self) -> "Reservation":
-        """Return a new reservation of the same amount at the same endpoint, for an answer that could not be sent yet."""
+        """Reserve the same room at the same endpoint again, for a request that has to wait after all.
+
+        Return the new reservation.
+        """
         return Reservation(self._admission, self._endpoint, self._wanted)
 
     def free(self) -> None:
-        """Release the reserved room and wake the model's queued requests.
+        """Release the reserved room, and schedule a check of the model's queued requests.
 
-        The request's own answers use the released room first, because queued requests are checked only at the end of
-        the event-loop iteration.
+        The caller sends the admitted request to workers in the same event-loop iteration. Queued requests are checked
+        only at the end of this iteration, so the admitted request gets the released room first.
         """
         self._endpoint.release(self._wanted.unread, self._blocks)
         self._admission.wake(self._endpoint.joined.model)
@@ -83,14 +86,12 @@ class Reservation:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Turn:
-    """One queued request with the future that resolves to its room, and the timer of its timeout."""
+    """One queued request, the future that resolves to its reserved room, and the timer of its queue timeout."""
 
     request: QueuedRequest
     room: asyncio.Future[Reservation]
     late: asyncio.TimerHandle
     began: float
-    wanted: RequiredRoom
-    without: Collection[Key]  # endpoints that cannot serve the request
     gone: bool = False  # the client has disconnected, perhaps after the room was granted
 
     @property
@@ -116,10 +117,10 @@ class Admission:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._queue_s, self._now = settings.admission.queue_s, self.routing.pools.now
+        self._queue_s, self._now = settings.admission.queue_s, self.routing.now
         self._queue = queue = Queue(settings.admission.queue_max)
         self._rooms = RoomFinder(self._queue_s, self.table, self.routing, self.preemptor)
-        self.deadlines = Deadlines(settings, self.table, self.routing, queue, self._rooms, self.routing.pools)
+        self.deadlines = Deadlines(settings, self.table, self.routing, queue, self._rooms)
         self.by_deadline = settings.by_deadline  # if false, requests are admitted in order of arrival
         self._ends, self._numbers, self._monitor = EndRate(), itertools.count(1), self.routing.monitor
         self.queued, self.waiting, self.forget = queue.length, queue.waiting, self.deadlines.keep
@@ -127,10 +128,9 @@ class Admission:
     # --- admission
 
     async def admit(self, model: str, tier: str) -> Reservation:
-        """Admit a request, after a wait in the queue if all workers are busy. Return its reserved room, which the caller
-        must free.
+        """Admit a request and return its reserved room, which the caller must free.
 
-        Raise ApiError if the request is refused.
+        If no worker has room, the request waits in the queue first. Raise ApiError if the request is refused.
         """
         self.refusals.check(model, tier, draining=not self.open)
         if self._monitor.overloaded(model):
@@ -145,62 +145,66 @@ class Admission:
         except (NotAdmitted, NoWorker) as error:
             raise self.refusal(error, model, tier) from None
 
-    def look(self, wanted: WantedRequest) -> Lineage:
-        """Check a request before its texts are tokenized. Return the lineage to which it is bound.
+    def look(self, call: Call) -> Lineage:
+        """Check a request before its texts are tokenized, and choose the lineage of the workers that may serve it.
 
-        Raise ApiError if the request is refused, for example because its deadline cannot be met.
+        A lineage is the model's revision and tokenizer, which must stay the same until a request has ended. Raise
+        ApiError if the request is refused, for example because its deadline cannot be met.
         """
-        self.refusals.check(wanted.model, wanted.tier, draining=not self.open)
+        model, tier = call.parsed.model, call.head.tier
+        self.refusals.check(model, tier, draining=not self.open)
         try:
-            return self.deadlines.look(wanted)
+            return self.deadlines.look(call)
         except (NotAdmitted, NoWorker) as error:
-            raise self.refusal(error, wanted.model, wanted.tier) from None
+            raise self.refusal(error, model, tier) from None
 
     async def enter(
-        self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
+        self, call: Call, lineage: Lineage, prompts: Sequence[tuple[int, BlockNames]], answer_max: int
     ) -> tuple[Reservation, float]:
-        """Admit a request that `look` has accepted, after a wait in the queue if all workers are busy.
+        """Admit a request that `look` has accepted. If no worker has room, the request waits in the queue first.
+
+        For each prompt, `prompts` contains the number of tokens and the names of the prompt's KV blocks. `answer_max`
+        is the maximum number of tokens of each answer.
 
         Return the reserved room, which the caller must free, and the monotonic time by which the first token is due.
         Raise ApiError if the request is refused.
         """
         try:
-            request, takes = self.deadlines.needs(wanted, lineage, tokens)
-            room = self._room_at_once(request, takes)
+            request = self.deadlines.needs(call, lineage, prompts, answer_max)
+            room = self._room_at_once(request)
             if room is None:
-                room = await self._wait_in_time(request, takes)
+                room = await self._wait_in_time(request)
             else:
-                self.deadlines.pool(wanted.model, lineage).arrived(request, self._now())
+                self.deadlines.pool(request.model, lineage).arrived(request, self._now())
         except (NotAdmitted, NoWorker) as error:
-            raise self.refusal(error, wanted.model, wanted.tier) from None
+            raise self.refusal(error, call.parsed.model, call.head.tier) from None
         return room, request.since + request.deadline_s
 
-    def _room_at_once(self, request: QueuedRequest, takes: RequiredRoom) -> Reservation | None:
-        """Return reserved room if the request can be sent now, after a preemption if it needs one. Return None if it
-        must wait.
+    def _room_at_once(self, request: QueuedRequest) -> Reservation | None:
+        """Return reserved room if the request can be sent now. If necessary, preempt a running answer first.
 
-        Raise NotAdmitted or NoWorker if the request can neither be sent nor wait.
+        Return None if the request must wait. Raise NotAdmitted or NoWorker if the request is refused.
         """
         room: Reservation | None = None
         line = self._queue.line_of(request)
         if not len(line) and not self._wakes_sent_back(request.model):
             with suppress(AllBusy):
-                room = Reservation(self, self._rooms.for_queued(request, takes), takes)
+                room = Reservation(self, self._rooms.for_queued(request), request.wanted)
         try:
             preempts = self.deadlines.judge(request, room=room is not None)
         except BaseException:
             if room is not None:
                 room.free()
             raise
-        if preempts and (made := self._rooms.preempt(request, takes, first=not len(line))) is not None:
-            return Reservation(self, made, takes)
+        if preempts and (made := self._rooms.preempt(request, first=not len(line))) is not None:
+            return Reservation(self, made, request.wanted)
         return room
 
-    async def _wait_in_time(self, request: QueuedRequest, takes: RequiredRoom) -> Reservation:
+    async def _wait_in_time(self, request: QueuedRequest) -> Reservation:
         request.work, now = max(request.work, WORK_LEAST), self._now()
         leaves = min(request.latest, now + request.line_s)
         try:
-            return await self._wait(request, min(LATEST_S, leaves - now), takes)
+            return await self._wait(request, min(LATEST_S, leaves - now))
         except WaitedTooLong:
             if self._now() < leaves - CLOCK_S:
                 raise  # this frontend shuts down
@@ -209,14 +213,15 @@ class Admission:
     def again(
         self, model: str, lineage: Lineage, wait_s: float, without: Collection[Key] = ()
     ) -> asyncio.Future[Reservation]:
-        """Queue a request that was admitted, but for which no worker had room when it was sent.
+        """Put an admitted request back into the queue, because no worker had room when the request was to be sent.
 
-        The request precedes requests that were not sent back, and is not sent to the endpoints in `without`.
+        In the queue, the request precedes all requests that have not been admitted before. The request gets no room at
+        the endpoints in `without`.
 
-        The future resolves to the reserved room, or to WaitedTooLong, or to a NoWorker other than AllBusy. To
+        The future resolves to the reserved room, or fails with WaitedTooLong or a NoWorker other than AllBusy. To
         withdraw the request, cancel the future or, if the future is done, free the room.
         """
-        turn = self._turn(QueuedRequest(model, lineage, sent_back=True), wait_s, NOTHING, without)
+        turn = self._turn(QueuedRequest(model, lineage, sent_back=True, without=without), wait_s)
         turn.room.add_done_callback(partial(self._leave, turn))
         self.wake(model)
         return turn.room
@@ -224,25 +229,24 @@ class Admission:
     # --- waiting
 
     def _wakes_sent_back(self, model: str) -> bool:
-        """If sent-back requests of a model wait, retry them first and return True. Return False if none waits."""
+        """Schedule a check of a model's sent-back requests, if there are any. Return whether there are any.
+
+        A sent-back request was admitted, but no worker had room when the request was to be sent.
+        """
         if not self._queue.sent_back(model):
             return False
         self.wake(model)
         return True
 
-    def _turn(
-        self, request: QueuedRequest, wait_s: float, wanted: RequiredRoom, without: Collection[Key] = ()
-    ) -> _Turn:
+    def _turn(self, request: QueuedRequest, wait_s: float) -> _Turn:
         loop, request.number = asyncio.get_running_loop(), next(self._numbers)
         self._queue.line_of(request).push(request)
         room: asyncio.Future[Reservation] = loop.create_future()
         late = loop.call_later(wait_s, _refuse, room, f"no worker became free within {wait_s:g} s")
-        turn = self._turns[request.number] = _Turn(request, room, late, loop.time(), wanted, without)
+        turn = self._turns[request.number] = _Turn(request, room, late, loop.time())
         return turn
 
-    async def _wait(
-        self, request: QueuedRequest, wait_s: float, wanted: RequiredRoom = NOTHING
-    ) -> Reservation:
+    async def _wait(self, request: QueuedRequest, wait_s: float) -> Reservation:
         """Queue a request and return the room that it is granted.
 
         Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy.
@@ -251,7 +255,7 @@ class Admission:
             raise QueueFull(f"{self._queue.in_line(request.model)} requests are already waiting for a worker")
         if request.lineage is not None:
             self.deadlines.pool(request.model, request.lineage).arrived(request, self._now())
-        turn = self._turn(request, wait_s, wanted)
+        turn = self._turn(request, wait_s)
         try:
             return await turn.room
         except asyncio.CancelledError:
@@ -293,10 +297,10 @@ class Admission:
     # --- choosing the next request
 
     def wake(self, model: str | None = None) -> None:
-        """Schedule a check of queued requests for the end of this event-loop iteration, because a worker may have room
-        again.
+        """Schedule a check of queued requests, because a worker may have room again.
 
-        The check covers the queue of `model`, or the queues of all models if `model` is None.
+        The check runs at the end of this event-loop iteration. It covers the queue of `model`, or the queues of all
+        models if `model` is None.
         """
         if not self._turns:
             return
@@ -306,7 +310,10 @@ class Admission:
                 asyncio.get_running_loop().call_soon(self._advance_lines, name)
 
     def _advance_lines(self, model: str) -> None:
-        """Grant room to the queued requests of a model until all workers are busy. Sent-back requests precede all lines."""
+        """Grant room to the queued requests of a model until no worker has room.
+
+        Sent-back requests, which were admitted before, precede all others.
+        """
         self._due.discard(model)
         without_room = 0
         for request in self._queue.sent_back(model):
@@ -323,17 +330,17 @@ class Admission:
                 self._dequeue(turn)
 
     def _grant(self, turn: _Turn) -> bool:
-        """Grant room to a queued request, or fail its future if no worker can serve it.
+        """Grant room to a queued request, or fail its future if no worker can serve the request.
 
-        Return False if it must stay in line.
+        Return False if all workers are busy. The request then stays queued.
         """
-        request, wanted = turn.request, turn.wanted
+        request = turn.request
         try:
             if request.sent_back:
-                found = self._rooms.find(request.model, request.lineage, without=turn.without)
+                found = self._rooms.find(request.model, request.lineage, without=request.without)
             else:
-                found = self._rooms.for_head(request, wanted, self._now())
-            turn.room.set_result(Reservation(self, found, wanted))
+                found = self._rooms.for_head(request, self._now())
+            turn.room.set_result(Reservation(self, found, request.wanted))
         except AllBusy:
             return False
         except NoWorker as error:
@@ -343,9 +350,10 @@ class Admission:
     # --- notifications and queries
 
     def best_waiting(self, model: str, lineage: Lineage) -> int | None:
-        """Return the best tier among the requests that wait for a worker of this lineage. Tier 0 is the best.
+        """Return the best tier among the queued requests for workers of this lineage (model revision and tokenizer).
 
-        Return None if no request waits, or if requests are admitted in order of arrival, without tiers.
+        Tier 0 is the best. Return None if no request is queued. If requests are admitted in order of arrival, tiers do
+        not matter, so also return None.
         """
         head = self._queue.line(model, lineage).head(self._now()) if self.by_deadline else None
         return head.tier if head is not None else None
@@ -353,8 +361,8 @@ class Admission:
     def ended(self, model: str, tokens: int) -> None:
         """Record that an answer with `tokens` tokens has ended.
 
-        The rate of ended answers determines the `Retry-After` of refusals. With deadlines, the lengths of answers
-        also predict the work of new requests.
+        The rate of ended answers determines the `Retry-After` of refusals. If requests are admitted by deadlines, the
+        lengths of answers also predict the work of new requests.
         """
         self._ends.ended(model, self._now())
         if self.by_deadline:

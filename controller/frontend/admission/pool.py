@@ -1,26 +1,27 @@
-"""Predicts the queueing time of a request at a worker pool, and decides whether it may wait. Pure.
+"""Predicts the queueing time of a request at a worker pool, and decides whether the request may wait.
 
-A pool is the workers of one model and lineage.
+A pool is the workers of one model and lineage (model revision and tokenizer). All computations are pure: the caller
+passes the time.
 
     wait           (work in line before the request + half of its own work)
                    / (rate of the line - rate at which work of better tiers arrives)
     first token    wait + the time that a worker then needs (`FirstTokens`)
-    admitted       if the first token is predicted within the margin: a share of the deadline, because predictions are inexact
+    admitted       if the first token is predicted within the margin, a share of the deadline (predictions are inexact)
     rate           capacity x efficiency    capacity: the sum of the weights of the workers in service
                                             efficiency: work served / (capacity x time in which requests waited), recently
 
-Times are in seconds. Work is in seconds of one worker, and a rate is work per second.
+Times are in seconds. Work is measured in seconds of one worker's time, and a rate is work per second.
 
-The margin of a tier starts at 0.8, or at 1 for the best tier, because no other tier overtakes the best one. The
-margin shrinks with each request that times out in line and grows with each request that does not. So in each tier
-about one request in a hundred times out.
+The margin of a tier starts at 0.8, or at 1 for the best tier, because no other tier overtakes the best one. Each
+request that times out in line lowers the margin by a tenth. Each request that is served from the line raises the
+margin by 0.001. The two balance when about one request in a hundred times out.
 
-The efficiency is measured only while requests wait, because workers are not fully loaded at other times. It decays
-slowly towards the initial estimate, so that a short slowdown cannot stop admission forever. A worker that fails
-lowers the rate at once, because its weight leaves the capacity.
+The efficiency is measured only while requests wait, because workers are not fully loaded at other times. While no
+request waits, the efficiency slowly returns to the initial estimate, so that a short slowdown cannot stop admission
+forever. If a worker fails, the rate drops at once, because the worker's weight leaves the capacity.
 
-A request is refused if its client has set a deadline that not even an idle worker could meet. If the deadline is only
-the default of the tier or model, the time to first token may be twice that of an idle worker.
+If a client has set a deadline that not even an idle worker could meet, its request is refused. A default deadline of
+the tier or model is at least twice the time to first token on an idle worker (`ALONE_TIMES`); a shorter one is extended.
 """
 
 from collections import OrderedDict
@@ -38,15 +39,15 @@ MARGIN, MARGIN_MIN, MARGIN_MAX = 0.8, 0.2, 1.0  # initial, least and largest sha
 LATE_TIMES = 0.9  # factor on the margin for each request that times out in line
 SERVED_MORE = 0.001  # added to the margin for each request that is served
 ALONE_TIMES = 2.0  # a default deadline is at least this many times the time to first token on an idle worker
-SHARE = 0.2  # largest number of retries of refused requests, as a share of the other requests
 REPEATS_LEAST = 3.0  # number of retries that are always allowed per window
 IDS_MAX = 8192  # number of ids of refused requests that are remembered
 IDS_S = 120.0  # seconds for which the id of a refused request is remembered
 
 
 class DrainRate:
-    """Measures the efficiency of a pool: the work served, as a share of what its capacity could serve while requests
-    waited.
+    """Measures the efficiency of a worker pool: the served work divided by the possible work.
+
+    The possible work is what the pool's capacity could have served while requests waited.
     """
 
     def __init__(self, now: float, efficiency: float = 1.0) -> None:
@@ -78,7 +79,7 @@ class DrainRate:
             self.efficiency = min(MOST, max(LEAST, self._served_work / self._possible_work))
 
     def take(self, work: float) -> None:
-        """Add work that was served, in seconds of one worker."""
+        """Add served work, measured in seconds of one worker's time."""
         self._served_work += work
 
     def rate(self, capacity: float) -> float:
@@ -94,7 +95,7 @@ class Inflow:
         self._at = 0.0
 
     def add(self, work: float, now: float) -> None:
-        """Add work that has arrived, in seconds of one worker."""
+        """Add work that has arrived, measured in seconds of one worker's time."""
         self._sum = self._faded(now) + work
         self._at = max(now, self._at)
 
@@ -123,7 +124,8 @@ class AdmissionVerdict:
 class WorkerPool:
     """Predicts waiting times and decides admission for the workers of one model and lineage.
 
-    Only `Queue` modifies the line.
+    A lineage is a model revision and a tokenizer. The pool reads the line of requests that wait for these workers. Only
+    `Queue` modifies the line.
     """
 
     def __init__(self, line: Line, first: FirstTokens, now: float, efficiency: float = 1.0) -> None:
@@ -136,12 +138,16 @@ class WorkerPool:
         self._margins: dict[int, float] = {}  # by tier
 
     def pass_time(self, now: float) -> None:
-        """Update the measured rate to `now`. Must be called before the line changes and before the pool is queried."""
+        """Update the measured service rate to the time `now`.
+
+        Must be called before the line of queued requests changes, and before the pool is queried.
+        """
         self._drain.pass_time(now, self.capacity, waited=len(self.line) > 0)
 
     def wait_s(self, request: QueuedRequest, now: float, capacity: float) -> float:
-        """Return the seconds that a request would wait behind the requests in line; inf if better tiers use the whole
-        rate.
+        """Return the seconds that a request would wait behind the queued requests, or inf if the pool has no capacity.
+
+        Requests of better tiers are assumed to use at most 95 % of the service rate.
         """
         better = sum(flow.rate(now) for tier, flow in self._inflow.items() if tier < request.tier)
         rate = self._drain.rate(capacity)
@@ -154,7 +160,8 @@ class WorkerPool:
     ) -> AdmissionVerdict:
         """Decide whether a request is admitted.
 
-        `room` states that a worker would accept it at once and that no request waits.
+        `room` states that a worker would accept the request at once and that no other request waits. `step_s` is the
+        duration of one engine step in seconds.
         """
         waited_s, deadline_s = now - request.since, request.deadline_s
         alone_s = self.first.alone_s(request.reading_s, step_s)
@@ -171,36 +178,46 @@ class WorkerPool:
         return AdmissionVerdict(reason, wait_s, first_s, deadline_s, deadline_s - usual_s, in_time)
 
     def margin(self, tier: int) -> float:
-        """Return the margin of a tier: the share of the deadline within which the first token must be predicted."""
+        """Return the margin of a tier: a share of the deadline.
+
+        A request may wait only if its first token is predicted to arrive within this share of its deadline.
+        """
         return self._margins.get(tier, MARGIN_MAX if tier == 0 else MARGIN)
 
     def arrived(self, request: QueuedRequest, now: float) -> None:
-        """Add the work of a request that is admitted or queued to the rate of its tier."""
+        """Add the work of a new request to the arrival rate of the request's tier.
+
+        Called for each request that is admitted at once, and for each request that is queued.
+        """
         self._inflow.setdefault(request.tier, Inflow()).add(request.work, now)
 
     def served(self, request: QueuedRequest) -> None:
-        """Count a request that leaves the line for a worker, and raise the margin of its tier."""
+        """Record that a queued request gets a worker: its work counts as served, and its tier's margin rises.
+
+        A higher margin admits requests with a predicted first token closer to their deadlines.
+        """
         self._drain.take(request.work)
         self._margins[request.tier] = min(MARGIN_MAX, self.margin(request.tier) + SERVED_MORE)
 
     def timed_out(self, request: QueuedRequest) -> None:
-        """Lower the margin of the request's tier, because the request left the line when its deadline could no longer be
-        met.
-        """
+        """Lower the margin of a request's tier, because the request waited until its deadline was out of reach."""
         self._margins[request.tier] = max(MARGIN_MIN, self.margin(request.tier) * LATE_TIMES)
 
 
 class RetryBudget:
     """Limits how many of one model's requests may be retries of refused requests.
 
-    In an overload, each retry of a refused request adds load: two retries per refusal turn an overload of factor 2
-    into one of factor 6.
+    In an overload, each retry of a refused request adds load. If clients retry each request up to twice, an overload
+    of factor 2 can grow to almost factor 6.
 
-    repeat      the client marks the request (`X-Stainless-Retry-Count` of OpenAI's client), or its id was refused lately
-    too many    repeats > 20 % of the other requests, over the last 10 s (after Envoy's retry budget)
+    retry       the client marks the request (`X-Stainless-Retry-Count` of OpenAI's client), or its id was refused lately
+    too many    more retries in the last 10 s than `REPEATS_LEAST`, and more than `retry_budget` times the other requests
+
+    The limit follows Envoy's retry budget.
     """
 
-    def __init__(self, share: float = SHARE) -> None:
+    def __init__(self, share: float) -> None:
+        """Permit `share` times as many retries as other requests, but always at least REPEATS_LEAST retries."""
         self._share = share
         self._fresh, self._again = Inflow(), Inflow()
 
@@ -228,7 +245,7 @@ class RefusedIds:
             if len(self._at) > IDS_MAX:
                 self._at.popitem(last=False)
 
-    def knows(self, id: str, now: float) -> bool:
+    def recently_refused(self, id: str, now: float) -> bool:
         """Return whether a request with this id was refused in the last IDS_S seconds."""
         at = self._at.get(id)
         return at is not None and now - at <= IDS_S

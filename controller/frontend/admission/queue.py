@@ -5,7 +5,7 @@ Pure: requests are identified by numbers instead of futures, and the caller pass
     push ──▶ in line ── it is next, and a worker has room ──▶ served ── no room there after all ──▶ sent back: pushed again
                  └── its time is over, or its client disconnects ──▶ removed
 
-    next    sent-back requests, in order of their return; each may be bound to some workers, so none of them blocks another
+    next    sent-back requests, in order of their return; one that must wait does not block those behind it
             then the head of each line, taken from the best tier with requests:
                 └── the client with the least work served ── its oldest request,
                                                           └── or its newest, while the tier is over its target
@@ -14,21 +14,22 @@ Pure: requests are identified by numbers instead of futures, and the caller pass
 With one tier, one client and no deadline, requests are served in order of arrival.
 
 Fairness between clients is measured in work, not in requests: each client has an account, to which its served work is
-added. A client that returns after a pause starts at the account of the client served last, not at its own old
-account.
+added. A client that returns after a pause starts at the higher of two accounts: its own old account, and the account
+of the client served last.
 
-Serving the newest request first does not admit requests that would otherwise be refused, because each request is
-judged on arrival as if all were served in order of arrival. If capacity drops suddenly, serving the newest first only
-decides which requests miss their deadline: those that are already late.
+Serving the newest request first does not change which requests are admitted. On arrival, each request is judged as
+if all requests were served in order of arrival. If capacity drops suddenly, some admitted requests must miss their
+deadlines. With the newest served first, these are the requests that are already late.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from controller.router.endpoints import Lineage
+from controller.router.endpoints import Key, Lineage
+from controller.router.load.monitor import NOTHING, RequiredRoom
 
 USED_UP = 0.9  # share of the permitted waiting time above which a tier is over its target
 INTERVAL_S = 0.1
@@ -39,7 +40,7 @@ OWED_MAX = 4096  # accounts kept of clients that have no waiting request and wer
 
 @dataclass(slots=True, eq=False, repr=False)
 class QueuedRequest:
-    """A request that waits for a worker, or is about to. All times and durations are in seconds."""
+    """A request that waits for a worker, or may have to wait. All times and durations are in seconds."""
 
     model: str
     lineage: Lineage | None = None  # None: a worker of any lineage may serve it
@@ -54,17 +55,19 @@ class QueuedRequest:
     reading_s: float = 0.0  # prefill time of the uncached part of the prompt, by the worker's profile
     line_s: float = inf  # maximum time in line
     id: str = ""  # request id, if the client has set one
+    wanted: RequiredRoom = NOTHING  # the room that it needs at a worker; NOTHING if not known yet
+    without: Collection[Key] = ()  # endpoints that cannot serve it
     number: int = 0  # unique in its queue
     queued: bool = False
 
     def used_up(self, now: float) -> float:
-        """Return the share of the permitted waiting time that has passed."""
+        """Return which fraction of the permitted waiting time has passed; above 1 if the request waits longer."""
         return (now - self.since) / max(self.latest - self.since, 1e-9)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Client:
-    """The waiting requests of one client in one tier, and the client's account."""
+    """The waiting requests of one client in one tier, and the client's account of served work."""
 
     charged: float  # the account: work served, in seconds of one worker
     work: float = 0.0  # total work of its waiting requests
@@ -72,7 +75,7 @@ class _Client:
 
 
 class _Tier:
-    """The waiting requests of one tier, ordered by client account and by age."""
+    """The waiting requests of one tier, ordered by the clients' accounts of served work, then by age."""
 
     def __init__(self) -> None:
         self.work = 0.0
@@ -127,7 +130,7 @@ class _Tier:
             self._over_since = None
 
     def before(self, name: str) -> float:
-        """Return the work that is served before a new request of this client, in seconds of one worker.
+        """Return the work to be served before a new request of the client `name`, in seconds of one worker's time.
 
         The result is the client's own waiting work, plus the work of other clients that is served meanwhile.
         """
@@ -161,56 +164,58 @@ class _Tier:
 
 
 class Line:
-    """The requests that wait for the same workers, of all tiers."""
+    """The queued requests, of all tiers, that wait for the same group of workers."""
 
     def __init__(self) -> None:
         self._tiers: dict[int, _Tier] = {}
-        self._length = 0
 
     def __len__(self) -> int:
-        return self._length
+        return sum(len(tier.requests) for tier in self._tiers.values())
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         for rank in sorted(self._tiers):
             yield from self._tiers[rank].requests.values()
 
     def push(self, request: QueuedRequest) -> None:
-        """Add a request at its tier and client."""
+        """Add a request to the queued requests of the same tier and client."""
         self._tiers.setdefault(request.tier, _Tier()).push(request)
-        self._length += 1
         request.queued = True
 
     def head(self, now: float) -> QueuedRequest | None:
-        """Return the next request to serve, or None if the line is empty."""
+        """Return the next request to serve, or None if no request waits in this line."""
         for rank in sorted(self._tiers):
             if (tier := self._tiers[rank]).requests:
                 return tier.head(now)
         return None
 
     def remove(self, request: QueuedRequest, *, served: bool = False) -> None:
-        """Remove a request from the line, or do nothing if the request is not queued.
+        """Remove a request from this line, or do nothing if the request is not queued.
 
-        `served` charges its work to its client.
+        If `served` is true, the request's work is charged to the account of the request's client.
         """
         if request.queued:
             self._tiers[request.tier].remove(request, served=served)
-            self._length -= 1
             request.queued = False
 
     def before(self, tier: int, client: str) -> float:
-        """Return the work that is served before a new request of this client in this tier, in seconds of one worker."""
+        """Return the work to be served before a new request of this tier and client, in seconds of one worker's time."""
         better = sum(self._tiers[rank].work for rank in self._tiers if rank < tier)
         own = self._tiers.get(tier)
         return better + (own.before(client) if own is not None else 0.0)
 
 
 class Queue:
-    """All waiting requests of a frontend: one line per model and lineage, and one line per model for sent-back requests."""
+    """All queued requests of a frontend, in one waiting line per model and lineage (model revision and tokenizer).
+
+    Each model has one more line for sent-back requests. They were admitted, but no worker had room when they were to be
+    sent.
+    """
 
     def __init__(self, requests_max: float = inf, line: type[Line] = Line) -> None:
-        """Limit all lines of one model to `requests_max` requests in total.
+        """Limit the waiting lines of each model to `requests_max` requests in total.
 
-        Sent-back requests are queued beyond this limit.
+        Sent-back requests, which were admitted before, do not count and are always queued. `line` is the class of the
+        lines, which the simulator replaces.
         """
         self._max = requests_max
         self._lines: dict[str, dict[Lineage | None, Line]] = defaultdict(lambda: defaultdict(line))
@@ -221,36 +226,45 @@ class Queue:
         return [*self._lines | self._back]
 
     def line(self, model: str, lineage: Lineage | None = None) -> Line:
-        """Return the line for a model's workers of this lineage, or for workers of any lineage if `lineage` is None."""
+        """Return the waiting line of a model for workers of this lineage (model revision and tokenizer).
+
+        If `lineage` is None, return the line for workers of any lineage.
+        """
         return self._lines[model][lineage]
 
     def lines(self, model: str) -> list[Line]:
-        """Return all lines of a model, without the line of sent-back requests."""
+        """Return all waiting lines of a model except the line of sent-back requests, which were admitted before."""
         return [*self._lines.get(model, {}).values()]
 
     def line_of(self, request: QueuedRequest) -> Line:
-        """Return the line in which a request waits or would wait."""
+        """Return the waiting line in which a request waits or would wait."""
         model = request.model
         return self._back[model] if request.sent_back else self._lines[model][request.lineage]
 
     def sent_back(self, model: str) -> list[QueuedRequest]:
-        """Return the sent-back requests of a model, in order of their return."""
+        """Return a model's sent-back requests, in the order in which they came back.
+
+        These requests were admitted, but no worker had room when they were to be sent.
+        """
         return [*self._back.get(model, ())]
 
     def in_line(self, model: str) -> int:
-        """Return the number of requests in a model's lines, without sent-back requests."""
+        """Return the number of a model's queued requests that were not admitted before."""
         return sum(map(len, self._lines[model].values())) if model in self._lines else 0
 
     def length(self, model: str) -> int:
-        """Return the number of requests that wait for a worker of this model, with sent-back requests."""
+        """Return the number of all queued requests of a model, including admitted requests that were queued again."""
         return self.in_line(model) + len(self._back.get(model, ()))
 
     def waiting(self) -> dict[str, int]:
-        """Return the number of waiting requests of each model that has waiting requests."""
+        """Return the number of waiting requests by model. Models without waiting requests are left out."""
         return {model: count for model in self.models() if (count := self.length(model))}
 
     def full(self, model: str) -> bool:
-        """Return whether the lines of this model have reached the limit of the queue."""
+        """Return whether the number of a model's queued requests has reached the limit.
+
+        Requests that were admitted before do not count.
+        """
         return self.in_line(model) >= self._max
 
 
@@ -261,7 +275,7 @@ class EndRate:
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=ENDS_MAX))
 
     def ended(self, model: str, now: float) -> None:
-        """Record that a started answer has ended, which frees a slot."""
+        """Record that an answer has ended and has freed its batch slot."""
         self._ends[model].append(now)
 
     def wait_s(self, model: str, before: int, now: float) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, inf, isinf
 
-from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
+from controller.frontend.errors import ApiError, shed, shutting_down, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
@@ -40,7 +40,11 @@ class TooLate(NotAdmitted):
     """A request is refused because of its deadline, or as a retry of a refused one."""
 
     def __init__(self, code: str, message: str, wait_s: float, *, should_retry: bool = True) -> None:
-        """Set the seconds until the request would be admitted if no other request arrived; inf if unknown."""
+        """Create the error of a refused request.
+
+        `wait_s` is the time in seconds after which the request would be admitted if no other request arrived; inf if
+        unknown.
+        """
         super().__init__(message)
         self.code = code
         self.wait_s = wait_s
@@ -63,19 +67,18 @@ class Refusals:
     def check(self, model: str, tier: str, *, draining: bool) -> None:
         """Raise ApiError if this frontend drains, or if the fleet rejects all requests of this model or tier."""
         if draining:
-            code, error = "draining", unavailable("this frontend is shutting down", "draining", 1)
+            error = shutting_down()
         elif not self.table.knobs(model).accept_new:
             why = "the fleet is far short of capacity and accepts no new requests at the moment"
-            code = "not_accepting"
-            error = unavailable(why, code, self.settings.retry_after_s)
+            error = unavailable(why, "not_accepting", self.settings.retry_after_s)
         elif self.table.sheds(model, tier):
-            code, error = "capacity_shed", shed(tier)
+            error = shed(tier)
         else:
             return
-        raise self._refused(model, tier, code, error)
+        raise self._counted(error, model, tier)
 
     def of(self, error: NotAdmitted | NoWorker, model: str, tier: str, wait_s: float) -> ApiError:
-        """Return the API error for a request that is not admitted, and count it.
+        """Return the API error for a request that is not admitted, and count the refusal.
 
         `wait_s` is the predicted time in seconds until the queued requests have room; inf if unknown.
         """
@@ -104,27 +107,28 @@ class Refusals:
                 answer = ApiError(422, why, code=code)
             case _:
                 answer = unavailable(why, code, 1 if code == "no_reachable_worker" else longest_s)
-        return self._refused(model, tier, code, answer)
+        return self._counted(answer, model, tier)
 
     def _jittered(self, seconds: float) -> float:
         return seconds * (1 + JITTER * (2 * self.dice() - 1))
 
     def _closed(self, model: str) -> AllClosed | None:
-        """Return AllClosed if a model has no room because the servers of all its workers are closed, otherwise None."""
+        """Return AllClosed if the servers behind all workers of a model refuse new requests for now, otherwise None.
+
+        A server that has answered with `Retry-After` counts as closed until that time is over.
+        """
         try:
             self.routing.room(model)
-        except AllClosed as closed:
-            return closed
-        except NoWorker:
-            pass
+        except NoWorker as error:
+            return error if isinstance(error, AllClosed) else None
         return None
 
-    def _refused(self, model: str, tier: str, reason: str, error: ApiError) -> ApiError:
-        self.rejected[model, reason, tier] += 1
+    def _counted(self, error: ApiError, model: str, tier: str) -> ApiError:
+        self.rejected[model, error.reason, tier] += 1
         return error
 
     def tick(self, now: float) -> bool:
-        """Report the rejected requests if the reporting interval has passed. Return whether it has passed."""
+        """Report the rejected requests if the reporting interval has passed, and return whether it has."""
         due = now - self.reported_at >= self.settings.facts.rejected_window_s
         if due:
             self.reported_at = now

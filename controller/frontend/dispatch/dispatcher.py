@@ -1,9 +1,11 @@
 """Starts and ends attempts on workers, and updates every component that counts attempts.
 
-The counting components are the endpoint's counters, the running requests, the slot tracker and the local breakers.
+An attempt is one sending of a request to a worker. The counting components are the endpoint's counters, the running
+requests, the slot tracker and the local breakers.
 """
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 
@@ -23,13 +25,12 @@ from events.broker_users import account_of
 from events.intrusion.reports import Intrusions
 from events.wire import Why
 
-_FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # looking up an enum member takes as long as a call
-
 
 @dataclass(eq=False, repr=False)
 class Dispatcher:
-    """Sends attempts to workers, counts them while they run, and counts failed attempts against the worker or the
-    request.
+    """Sends attempts to workers and counts the running attempts.
+
+    A failed attempt is counted against its worker or its request.
     """
 
     table: EndpointTable
@@ -71,9 +72,9 @@ class Dispatcher:
     def choose(self, live: LiveRequest, route: SelectWorker) -> Selection:
         """Return the planned worker if it has room, otherwise the best worker that has not been tried.
 
-        If all workers were tried, return the best one among those to which only the connection failed. Raise Held if
-        the request may crash workers and must wait although workers are available. Raise another NoWorker if no
-        worker can serve the request.
+        If all workers were tried, return the best of those to which only the connection failed. Raise Held if the
+        request may crash workers and must wait although workers are available. Raise another NoWorker if no worker
+        can serve the request.
         """
         request, routing, output = live.request, self.routing, live.accepted
         declined = route.declined
@@ -83,7 +84,7 @@ class Dispatcher:
             planned = None
             if (found := self._guarded(live, where, route)) is not None:
                 return found
-        if planned is not None and planned.key not in declined and routing.has_room(planned, _HELD):
+        if planned is not None and planned.key not in declined and routing.has_room(planned, Headroom.HELD):
             return routing.choose([planned], request, output)
         try:
             return self._best(live, route.avoid)
@@ -101,14 +102,9 @@ class Dispatcher:
 
     def _best(self, live: LiveRequest, avoid: Collection[Key]) -> Selection:
         """Return the best worker outside `avoid`. Raise NoWorker if there is none."""
-        request, routing, output, first = (
-            live.request,
-            self.routing,
-            live.accepted,
-            live.last_dispatch is None,
-        )
+        request, routing, output, first = live.request, self.routing, live.accepted, live.state.last is None
         try:
-            return routing.route(request, avoid, output, room=_FRESH if first else _HELD)
+            return routing.route(request, avoid, output, room=Headroom.FRESH if first else Headroom.HELD)
         except AllBusy:
             if not first:
                 raise
@@ -119,19 +115,18 @@ class Dispatcher:
     def _guarded(self, live: LiveRequest, where: Where, route: SelectWorker) -> Selection | None:
         """Return the worker for a request that may crash workers. Return None if the request may go to any worker.
 
-        `where` restricts the workers. Raise Held if the request must wait for one of the permitted workers.
+        `where` states which workers may get the request, and whether the request must wait if none of them is
+        available. Raise Held if it must wait.
         """
         request, routing, output, only = live.request, self.routing, live.accepted, where.endpoint
         tried = route.avoid | route.missed
-        try:
+        with suppress(NoWorker):
             if only is None:
-                room = _FRESH if live.last_dispatch is None and not where.waits else _HELD
+                room = Headroom.FRESH if live.state.last is None and not where.waits else Headroom.HELD
                 return routing.route(request, tried | where.avoid, output, room=room)
             if only.key not in tried:
                 routing.room_at(only, request.lineage, request.tokens_max)
                 return routing.choose([only], request, output)
-        except NoWorker:
-            pass
         if where.waits and routing.targets(request):
             raise self.poison.hold(request)
         return None
@@ -141,10 +136,12 @@ class Dispatcher:
     def send(self, live: LiveRequest, choice: Selection, now: float) -> None:
         """Send a request to the chosen worker as a new attempt. Raise WorkerUnreachable if the worker is not connected."""
         endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self.state
+        if request.grammar is not None:
+            live.drop_unfinished()
         generate = live.continuation.request(endpoint, rank)
         stream = self.plane.open(endpoint.worker, endpoint.instance, generate, live)
         claimed = 0
-        if live.last_dispatch is None:
+        if live.state.last is None:
             if request.overrides.explain:
                 live.answer.explained = explained(choice)
             if choice.overlap_blocks:
@@ -155,9 +152,9 @@ class Dispatcher:
     def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int, now: float) -> None:
         """Make the target of a KV transfer the current worker of a request.
 
-        The answer continues in this stream of the target.
+        The answer continues in the target's stream with the number `stream`.
         """
-        slot = self.state.carry(endpoint, rank, live.request, live.accepted)
+        slot = self.state.add_arrived(endpoint, rank, live.request, live.accepted)
         self._begin(live, (endpoint, rank), stream, slot, now)
 
     def _begin(
@@ -169,18 +166,22 @@ class Dispatcher:
         now: float,
         claimed: int = 0,
     ) -> None:
-        """Make an attempt the current one, and count it at its worker and DP rank."""
+        """Make an attempt the current one, and count it at its worker and DP rank.
+
+        `at` is the worker and DP rank, and `slot` the request's number in the slot tracker. `claimed` is the number
+        of prompt tokens that KV events report as cached at the worker.
+        """
         request, (endpoint, rank) = live.request, at
         self.poison.sent(request, endpoint, slot)
         self.running.begin(live, endpoint, len(request.prompt) + live.max_tokens)
-        epoch, before = self.breakers.routed(endpoint.key), live.last_dispatch
+        epoch, before = self.breakers.routed(endpoint.key), live.answer.endpoint
         shown = rank if endpoint.ranks > 1 else None
         live.begin(Dispatch(endpoint, shown, stream, slot, self.table.number, epoch, before, claimed), now)
 
     # --- ending an attempt ----------------------------------------------------------------------------------
 
     def cancel(self, dispatch: Dispatch, why: Why = "gone") -> None:
-        """Cancel an attempt's stream at its worker, and stop reading the stream. `why` is the reason for the worker."""
+        """Cancel an attempt's stream at its worker, and stop reading the stream. `why` is sent to the worker."""
         endpoint = dispatch.endpoint
         if why == "elsewhere" and self.table.drains(endpoint):
             why = "drained"
@@ -189,7 +190,7 @@ class Dispatcher:
     def prefill_done(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
         """Record that an attempt has produced its first token, which means that its prefill is complete."""
         self.state.read(dispatch.slot, now)
-        cached = live.stats.cached_tokens
+        cached = live.answer.cached_tokens
         if dispatch.claimed and cached is not None:
             holder = WorkerRank(*dispatch.endpoint.key, dispatch.rank or 0)
             self.state.compare(holder, dispatch.claimed, cached)
@@ -221,7 +222,7 @@ class Dispatcher:
             drawn=AnswerDraw(request.sampling, stats.weighed, stats.unlikely) if alone else None,
         )  # fmt: skip
 
-    def blame(self, dispatch: Dispatch, failure: Failure) -> None:
+    def count_failure(self, dispatch: Dispatch, failure: Failure) -> None:
         """Count a failed attempt against its worker in the local breaker."""
         key = dispatch.endpoint.key
         self.breakers.failed(
@@ -229,10 +230,10 @@ class Dispatcher:
         )
 
     def judge(self, live: LiveRequest, dispatch: Dispatch, failure: Failure, *, begun: bool) -> Suspicion:
-        """Count a failed attempt against its worker, if the worker is at fault. Return how far the request itself is
-        suspected.
+        """Count a failed attempt against its worker, if the worker is at fault.
 
-        `begun` states that the attempt failed after its first token.
+        Return whether the request itself may have caused the failure. `begun` states that the attempt failed after
+        its first token.
         """
         request, endpoint, reason = live.request, dispatch.endpoint, failure.reason
         poison, key = self.poison, endpoint.key
@@ -245,7 +246,7 @@ class Dispatcher:
         if not failure.kind.blames or (alone and poison.repeats(request, key, way)):
             self.unjudged(dispatch, has_output=begun)
         else:
-            self.blame(dispatch, failure)
+            self.count_failure(dispatch, failure)
         connected = self.plane.load(endpoint.worker) is not None
         if poison.brings_down(reason, key, one_stream=failure.one_stream, connected=connected):
             if not begun:
@@ -266,15 +267,16 @@ class Dispatcher:
         self.unjudged(dispatch, has_output=False)
 
     def closed_s(self, keys: Collection[Key]) -> float:
-        """Return the seconds until the first of these workers accepts new requests again.
+        """Return the shortest remaining `Retry-After` time, in seconds, of the servers behind these workers.
 
-        Return 0 if none of their servers is closed.
+        A server gets no requests until its time is over. Return 0 if no server has such a time.
         """
         loads = [self.plane.external_load(worker) for worker, _ in keys]
         return min((load.closed_s for load in loads if load is not None and load.closed_s), default=0.0)
 
     def unjudged(self, dispatch: Dispatch, *, has_output: bool) -> None:
-        """Record an attempt that ended without a fault of its worker: for example, its client disconnected or its
-        request was invalid.
+        """Record an attempt that ended without a fault of its worker.
+
+        Examples are a client that has disconnected, and an invalid request.
         """
         self.breakers.unjudged(dispatch.endpoint.key, dispatch.breaker_epoch, has_output=has_output)

@@ -1,12 +1,12 @@
 """A live request: one answer in progress, with all state that the frontend holds for it.
 
-A live request is a record without policy. Only the driver changes `state`, through the request state machine. The
-components that select requests (stall watch, preemption, planned moves, placement) read the record.
+A live request holds data and makes no decisions. Only the driver changes `state`, through the request state machine.
+The components that select requests (stall watch, preemption, planned moves, placement) read the data.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -17,12 +17,12 @@ from controller.frontend.openai.choice import Choice, ResponseWriter
 from controller.frontend.openai.completion import Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
 from controller.frontend.openai.text.tokenizer import Tokens
+from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.events import TransferAdvanced
 from controller.frontend.request.failures import Failure, PlannedCause
 from controller.frontend.request.state import (
     AnswerProgress,
-    Carried,
     GenerationRequest,
     Move,
     RequestState,
@@ -35,15 +35,37 @@ from controller.migration.cost import MigrationCost
 from controller.ports import Sink, TransferSink
 from controller.router.endpoints import Endpoint, Key
 from controller.router.load.active_sequences import ActiveSequences
+from events.grammar.refusals import GrammarRefused, TextRejected
 from events.wire import Chunk, Committed, Generate, Logprob, Reserved
 
 # largest number of target chunks buffered during a KV transfer, until the source's last tokens arrive
 HELD_MAX = 1024
-LOGPROB_MAX = 0.01  # tolerance for rounding in engines: a log probability is at most 0
-TOP_MAX = 256  # largest number of alternative tokens per position
 # Natural log of 1/8,000. A correct sampler draws few tokens below this probability, a broken sampler draws mostly
 # such tokens.
 LOGPROB_FLOOR = -9.0
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class MigrationRequest:
+    """One request that a planned move must take to another worker."""
+
+    live: "LiveRequest"
+    source: Endpoint
+    cause: PlannedCause
+    to: str = ""  # the only worker to which the request may move; empty if any may take it
+    planned: str = ""  # target of this request in the plan of its group; empty if there is no such plan
+    without: frozenset[str] = frozenset()  # targets that refused the request, or failed
+    why: str = ""  # reason of the first refusal
+
+    @property
+    def stale(self) -> bool:
+        """Whether the request has ended or has left its source."""
+        return self.live.over or self.live.endpoint is not self.source
+
+    @property
+    def ready(self) -> bool:
+        """Whether the request can move now, because it produces tokens and no transfer of it is under way."""
+        return self.live.state.has_output and self.live.state.transfer is None
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -51,16 +73,15 @@ class KvMove(TransferSink):
     """One KV transfer of a running answer from a source to a target worker, as the frontend tracks it.
 
     `controller.migration.planned_move` decides the order of the steps. Until the switch to the target, the target's
-    chunks are buffered in `held`, because the source's last tokens must be written first. A subclass processes the
-    frames of source and target.
+    chunks are buffered in `held`, because the source's last tokens must be written to the response first. A
+    subclass processes the frames of source and target.
     """
 
-    source: Endpoint
+    wanted: MigrationRequest
     source_stream: int
     base: int  # number of accepted tokens when room at the target was requested
     target: Endpoint
     rank: int  # DP rank at the target
-    cause: PlannedCause
     began_at: float
     stream: int = 0  # stream number at the target
     offer: Reserved | None = None
@@ -72,19 +93,24 @@ class KvMove(TransferSink):
     cheaper: MigrationCost | None = None
 
     def ended(self, over: TransferOver) -> None:
-        """Handle the end of the transfer. `over` states its outcome."""
+        """Handle the end of the transfer. `over` contains the outcome."""
         raise NotImplementedError
 
     def move(self, tokens: int) -> Move:
-        """Return the move to record once the target has committed. `tokens` is the number of tokens accepted so far."""
-        why, commit = Failure(self.cause, ""), self.commit
-        assert commit is not None
-        carried = Carried(commit.bytes, commit.blocks, commit.link)
-        return Move(why, why, self.source.server, self.began_at, tokens, carried, self.predicted_ms)
+        """Return the record of this migration. Called once the target has committed.
+
+        `tokens` is the number of tokens accepted so far.
+        """
+        assert self.commit is not None  # without one, the record would say that the cache was recomputed
+        why, source = Failure(self.wanted.cause, ""), self.wanted.source.server
+        return Move(why, why, source, self.began_at, tokens, self.commit, self.predicted_ms)
 
 
 class Dispatch(msgspec.Struct, eq=False):
-    """One attempt, with its identifiers in the request plane, the slot tracker and the breakers. Immutable."""
+    """One attempt (one sending of a request to a worker), with its ids in other components. Immutable.
+
+    The ids are those in the request plane, the slot tracker and the breakers.
+    """
 
     endpoint: Endpoint
     rank: int | None  # DP rank, or None if the worker has only one
@@ -92,7 +118,7 @@ class Dispatch(msgspec.Struct, eq=False):
     slot: int  # number in the slot tracker
     routed_under: int  # number of the controller's last decision when the attempt was routed
     breaker_epoch: int  # number of this frontend's last local breaker move when the attempt was routed
-    before: "Dispatch | None"  # the previous attempt
+    before: Endpoint | None  # the worker of the previous attempt
     claimed: int = 0  # prompt tokens that KV events reported as cached at the worker
 
 
@@ -110,7 +136,6 @@ class OutputStats:
     attempt_at: float  # when the last attempt was sent
     last_at: float  # time of the last token; before the first token: when the request was due to be sent
     first_at: float | None = None
-    cached_tokens: int | None = None  # cached prompt tokens that the first worker reported; None if unknown
     counted: int = 0  # number of accepted tokens at the end of the last event-loop iteration that had output
     weighed: int = 0  # tokens with logprobs
     unlikely: int = 0  # tokens with a logprob below LOGPROB_FLOOR
@@ -118,12 +143,12 @@ class OutputStats:
     sources: tuple[ServedSpan, ...] = ()  # spans of the workers that computed the transferred KV cache
 
     def first_output(self, now: float) -> None:
-        """Record that the answer has its first token, and its time to first token."""
+        """Record that the answer has its first token, and how long the client waited for this token."""
         self.first_at = now
         self.metrics.ttft.note(now - self.arrived_at)
 
     def weigh(self, logprobs: Sequence[Logprob]) -> None:
-        """Count these tokens with logprobs, and those among them below LOGPROB_FLOOR."""
+        """Update two counts: all tokens with logprobs, and the unlikely tokens (with a logprob below LOGPROB_FLOOR)."""
         self.weighed += len(logprobs)
         self.unlikely += sum(one.chosen < LOGPROB_FLOOR for one in logprobs)
 
@@ -154,9 +179,9 @@ class OutputStats:
         self.last_at = now
 
     def note_length(self, live: "LiveRequest") -> None:
-        """Count a request as too long to move, if it could move until now.
+        """Count a request that has become too long to move to another worker.
 
-        Each request counts once.
+        Each request counts once. A request that is forbidden to move for another reason does not count.
         """
         if not budget_ended(live.state):
             self.movable_max = inf
@@ -173,7 +198,7 @@ class OutputStats:
         self.sources, self.own = self._open, None
 
     def leave(self) -> None:
-        """Record that the current attempt has ended, so that later tokens do not depend on its KV cache."""
+        """Record that the current attempt has ended. Later tokens do not depend on the attempt's KV cache."""
         for span in self._open:
             self.exposures.close(span)
         self.sources, self.own = (), None
@@ -183,9 +208,9 @@ class OutputStats:
         return (*self.sources, self.own) if self.own is not None else self.sources
 
     def ended(self, live: "LiveRequest", now: float, *, well: bool) -> None:
-        """Record the end of the answer. `well` states that it ended without an error or cancellation."""
+        """Record the end of the answer. `well` states that the answer ended without an error or cancellation."""
         accepted, metrics, arrived_at = len(live.accepted), self.metrics, self.arrived_at
-        metrics.ended(now - arrived_at, accepted, self.cached_tokens)
+        metrics.ended(now - arrived_at, accepted, live.answer.cached_tokens)
         if not well or self.first_at is None:
             return
         by = live.request.first_token_by
@@ -209,8 +234,9 @@ class Continuation(msgspec.Struct):
     _worded: int = 0  # number of accepted tokens that `texts` covers
 
     def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
-        """Return the generation request for this worker and DP rank: the prompt and the accepted tokens, with fewer
-        tokens left to generate.
+        """Return the request for the next worker and DP rank: the prompt, followed by the accepted tokens.
+
+        The accepted tokens reduce the number of tokens left to generate.
         """
         asked, made = self._request, len(self.accepted)
         sampling = asked.sampling
@@ -224,7 +250,10 @@ class Continuation(msgspec.Struct):
             tokens=self._whole(),
             prompt_tokens=len(asked.prompt),
             sampling=sampling,
-            guided=asked.guided,
+            guided=asked.guided
+            if asked.grammar is None
+            else {"structured_outputs": {"grammar": self._rest(asked.grammar)}},
+            guided_fallback=None if made or asked.grammar is None else asked.guided,
             prompt_text=self._prompt_text() + self._text() if endpoint.joined.engine == "openai" else "",
             traceparent=asked.traceparent,
             cache_salt=asked.cache_salt,
@@ -232,6 +261,39 @@ class Continuation(msgspec.Struct):
             cache_epoch=endpoint.cache_epoch,
             priority=asked.priority,
         )
+
+    def _rest(self, grammar: AnswerGrammar) -> str:
+        """Return the grammar of what may follow the accepted text.
+
+        Raise TextRejected or GrammarRefused if there is no such grammar.
+        """
+        if self.texts:
+            return grammar.rest(self._text())
+        return grammar.rest(self.tokens.answer_text(self._request.prompt, self.accepted))
+
+    def stuck(self, reached: int) -> str:
+        """Return why no other worker can continue the answer; empty if one can.
+
+        Only an answer with a grammar and accepted tokens can be stuck, for one of two reasons:
+
+        1. Another worker can only continue after the last whole character. But the client may have received the first
+           `reached` tokens, and these include a part of the next character.
+        2. The grammar of what may follow the accepted text cannot be computed. The original constraint is not sent
+           instead, because a server that supports no grammars may interpret the constraint differently.
+        """
+        grammar, accepted = self._request.grammar, self.accepted
+        if grammar is None or not accepted:
+            return ""
+        try:
+            self._rest(grammar)
+        except (TextRejected, GrammarRefused):
+            return "guided_decoding"
+        return "guided_decoding" if self.whole < reached else ""
+
+    @property
+    def whole(self) -> int:
+        """Number of accepted tokens, without those of an incomplete last character."""
+        return len(self.accepted) if self.texts else self.tokens.whole_characters(self.accepted)
 
     def take_text(self, text: str) -> int:
         """Accept text that an engine returned without tokens. Return the number of tokens in the text."""
@@ -266,15 +328,14 @@ class Continuation(msgspec.Struct):
         return self._request.prompt_text or self.tokens.decode(self._request.prompt)
 
     def _text(self) -> str:
-        """Return all accepted output as text, also the part that workers returned as tokens."""
+        """Return all accepted output as text, including the part that workers returned as tokens."""
         return "".join(self.texts) + self._unworded()
 
     def _unworded(self) -> str:
-        """Return the text of the accepted tokens that `texts` does not cover, decoded in the context of the tokens
-        before them.
+        """Return the text of the accepted tokens that `texts` does not cover yet.
 
-        An incomplete last character is omitted, because a worker that continues from text generates the whole
-        character.
+        The tokens are decoded in the context of the tokens before. An incomplete last character is omitted,
+        because a worker that continues from text generates the whole character.
         """
         accepted, worded = self.accepted, self._worded
         if worded == len(accepted):
@@ -301,7 +362,6 @@ class LiveRequest(Sink):
     accepted: list[int] = field(init=False)
     max_tokens: int = field(init=False)
     dispatch: Dispatch | None = None  # the current attempt
-    last_dispatch: Dispatch | None = None
     kv_move: KvMove | None = None  # a KV transfer in progress
     # the reservation of its admission, released once the request is sent; active while `keeps_room` is true
     room: Reservation | None = None
@@ -330,21 +390,25 @@ class LiveRequest(Sink):
     @property
     def progress(self) -> AnswerProgress:
         """The answer's accepted tokens, written tokens and kind of output, as the state machine needs them."""
-        return AnswerProgress(len(self.accepted), self.writer.reached, bool(self.continuation.texts))
+        reached, texts = self.writer.reached, bool(self.continuation.texts)
+        return AnswerProgress(len(self.accepted), reached, texts, self.continuation.stuck(reached))
 
     @property
     def stays(self) -> bool:
         """Whether planned moves are forbidden for this answer.
 
-        They are forbidden if the worker returned text instead of token ids. Another worker would have to tokenize that text,
-        which may give other tokens.
+        They are forbidden if the answer has ended, or if the terms of the request forbid them. They are also forbidden
+        if a worker returned text instead of token ids. Another worker would have to tokenize that text, which may give
+        other tokens.
         """
-        return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
+        if self.over or self.continuation.texts or stays(self.state.terms, len(self.accepted)):
+            return True
+        return bool(self.continuation.stuck(self.writer.reached))
 
     def begin(self, dispatch: Dispatch, now: float) -> None:
         """Make a new attempt the current attempt of this request."""
         accepted = len(self.accepted)
-        self.dispatch = self.last_dispatch = dispatch
+        self.dispatch = dispatch
         self.room = None
         self.answer.endpoint = dispatch.endpoint
         if dispatch.before is not None:
@@ -363,13 +427,6 @@ class LiveRequest(Sink):
         if self.keeps_room and self.room is not None:
             self.keeps_room = False
             self.room.free()
-
-    def turned_away(self, dispatch: Dispatch) -> None:
-        """Undo the record of an attempt that its worker rejected for lack of capacity: the previous attempt is the last
-        one again.
-        """
-        before = self.last_dispatch = dispatch.before
-        self.answer.endpoint = None if before is None else before.endpoint
 
     # --- tokens: accepted tokens are sent again to the next worker, whether or not the client has read them
 
@@ -394,6 +451,8 @@ class LiveRequest(Sink):
         """
         tokens = chunk.tokens[: self.max_tokens - len(self.accepted)]
         hidden = bool(tokens) and tokens[-1] in self.request.sampling.stop_token_ids
+        if hidden:
+            self.writer.end_at(tokens[-1])
         used = self.writer.write(tokens[:-1] if hidden else tokens, chunk.logprobs)
         self.accepted += tokens[:used] if self.writer.stopped else tokens
         return self.writer.stopped
@@ -404,13 +463,21 @@ class LiveRequest(Sink):
         return self.writer.stopped
 
     def note_cached(self, cached: int) -> None:
-        """Record the number of prompt tokens that the first worker had cached.
+        """Record how many prompt tokens were cached, as reported by the first worker that reports this number.
 
-        Raise InvalidOutput if it exceeds the prompt.
+        Raise InvalidOutput if the number is negative, or exceeds the number of tokens that were sent to the worker.
         """
         if not 0 <= cached <= self.attempt_tokens:
             raise InvalidOutput("a number of cached tokens that exceeds its prompt")
-        self.stats.cached_tokens = self.answer.cached_tokens = cached
+        self.answer.cached_tokens = cached
+
+    def drop_unfinished(self) -> None:
+        """Drop the last tokens of a constrained answer if they are only a part of a character.
+
+        No grammar begins inside a character. The client has not received these tokens (see `Continuation.stuck`).
+        """
+        if self.request.grammar is not None and (whole := self.continuation.whole) < len(self.accepted):
+            self.rewind(whole)
 
     def rewind(self, count: int) -> None:
         """Drop all accepted tokens after the first `count`. The client must not have received any of the dropped tokens."""
@@ -430,7 +497,10 @@ class RunningRequests:
         self._at: dict[Endpoint, dict[LiveRequest, int]] = {}
 
     def at(self, endpoint: Endpoint) -> Collection[LiveRequest]:
-        """Return the requests that run on a worker, oldest first. A non-empty result is a live view."""
+        """Return the requests that run on a worker, oldest first.
+
+        A non-empty result is a view, which changes when requests begin or end.
+        """
         found = self._at.get(endpoint)
         return found.keys() if found is not None else ()
 
@@ -448,7 +518,7 @@ class RunningRequests:
         self._at.setdefault(endpoint, {})[live] = tokens
 
     def end(self, live: LiveRequest, endpoint: Endpoint) -> None:
-        """Remove a request that no longer runs on this worker. Raise KeyError if it did not run there."""
+        """Remove a request that no longer runs on this worker. Raise KeyError if the request did not run there."""
         there = self._at[endpoint]
         endpoint.end(there.pop(live))
         if not there:
@@ -469,7 +539,10 @@ class WaitingRequests:
         self._rerouting: dict[LiveRequest, None] = {}
 
     def park(self, live: LiveRequest, *, keep_room: bool) -> None:
-        """Park a request until a worker may accept it. `keep_room` reserves the room of its admission again."""
+        """Park a request until a worker may accept it.
+
+        If `keep_room` is true, the room that was reserved at admission is reserved again.
+        """
         self._rerouting.pop(live, None)
         self.parked[live] = None
         if keep_room and live.room is not None:
@@ -478,7 +551,7 @@ class WaitingRequests:
     def reroute(self, live: LiveRequest) -> bool:
         """Queue a request for joint placement with all requests that lost their workers in this event-loop iteration.
 
-        Return whether the queue was empty before, so that the caller must schedule the placement.
+        Return whether the queue was empty before. In that case, the caller must schedule the placement.
         """
         first = not self._rerouting
         self._rerouting[live] = None
@@ -495,15 +568,13 @@ class WaitingRequests:
         self._rerouting.pop(live, None)
 
     def due(self, now: float) -> Iterator[LiveRequest]:
-        """Yield the parked requests that have reached their earliest time to be sent again."""
-        for live in list(self.parked):
-            if live in self.parked and now >= live.state.not_before:
-                yield live
+        """Return an iterator over the parked requests that have reached their earliest time to be sent again."""
+        return (live for live in _each(self.parked) if now >= live.state.not_before)
 
     def longest(self, model: str, now: float) -> LiveRequest | None:
-        """Return the longest parked request of a model among those that migrate and may be sent again now.
+        """Return the model's parked request that has waited longest, among those that may be sent again now.
 
-        Return None if there is no such request.
+        Only requests that have lost a worker are considered. Return None if there is none.
         """
         found = [
             one
@@ -513,33 +584,17 @@ class WaitingRequests:
         return min(found, key=lambda one: one.state.waits_until) if found else None
 
     def late(self, now: float, first_token_s: float) -> Iterator[LiveRequest]:
-        """Yield parked requests that have waited too long, and sent requests that may have exceeded their first-token
-        limit.
+        """Yield the requests that have waited too long for a worker, or perhaps too long for their first token.
 
-        `first_token_s` is the shortest first-token limit of any model in seconds. The caller must check the exact
-        limit of each request.
+        A parked request is yielded when its time limit has passed. A sent request is yielded when it has had no first
+        token for `first_token_s`, the shortest first-token limit of any model in seconds. The caller must then check
+        the limit of the request's own model.
         """
-        for live in list(self.parked):
-            if live in self.parked and now > live.state.waits_until:
-                yield live
+        yield from (live for live in _each(self.parked) if now > live.state.waits_until)
         young = now - first_token_s
-        for live in list(self.unbegun):
-            if live in self.unbegun and live.state.began_at < young:
-                yield live
+        yield from (live for live in _each(self.unbegun) if live.state.began_at < young)
 
 
-def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
-    """Validate the logprobs of a chunk. Token ids must be below `vocabulary`. Raise InvalidOutput if a value is
-    impossible.
-
-    A logprob that is not a number or is above 0 counts as the worker's fault. `openai.text.detokenizer` validates the
-    tokens.
-    """
-    for one in logprobs:
-        if not (isfinite(one.chosen) and one.chosen <= LOGPROB_MAX) or len(one.top) > TOP_MAX:
-            raise InvalidOutput("a logprob that is not a number, or above 0")
-        for token, logprob in one.top:
-            if not 0 <= token < vocabulary:
-                raise InvalidOutput("an alternative outside the vocabulary")
-            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf is valid: the token cannot be drawn
-                raise InvalidOutput("a logprob that is not a number, or above 0")
+def _each(waiting: Mapping[LiveRequest, None]) -> Iterator[LiveRequest]:
+    """Yield the requests in `waiting`, without those that are removed before the iteration reaches them."""
+    return (live for live in list(waiting) if live in waiting)

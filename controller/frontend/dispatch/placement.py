@@ -5,17 +5,16 @@
 
 A failing worker fails all its requests within one event-loop iteration. If each request were routed separately, short
 requests would count as much as long ones. So all failed requests are planned together
-(`controller.migration.placement`), in order of priority, then of age. Each request is assigned to the worker that
-would finish its prefill first, after the requests that the plan has already assigned to that worker.
+(`controller.migration.placement`), in order of priority, then of age. The plan assigns each request to the worker that
+would finish the request's prefill first. Each worker first prefills the requests that the plan has already assigned to it.
 
-Each frontend plans only its own requests, and all frontends plan at the same moment, from the same load reports. To
-avoid the same choice everywhere, each frontend starts at a different one of several equal workers (`_share`).
+Each frontend plans only its own requests, and all frontends plan at the same moment, from the same load reports. If
+several workers are equally loaded, each frontend starts at a different one (`_share`), to avoid the same choice.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 
 import structlog
 import xxhash
@@ -36,8 +35,6 @@ LOAD_STEPS = 4
 RESIDENCE_S = 5.0  # assumed longest wait in seconds for a slot in a full batch
 STEP_S_MAX = 10.0  # a longer step time than this many seconds in a registration is ignored
 BLOCKS_UNKNOWN = 10**9  # assumed free KV blocks of a worker if its engine does not report blocks
-# origin of the datetimes made from the monotonic clock; only their order matters
-_ZERO = datetime(2000, 1, 1, tzinfo=UTC)
 
 log = structlog.get_logger(__name__)
 
@@ -54,9 +51,9 @@ class Placer:
     peers: Peers
 
     def place(self, waiting: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
-        """Yield each of these requests with its target worker, or with None if the router should choose.
+        """Yield each request in `waiting` with its target worker, or with None if the router should choose.
 
-        All the requests lost their workers in one event-loop iteration. The caller must send each request before it
+        All these requests lost their workers in one event-loop iteration. The caller must send each request before it
         advances the iterator.
         """
         if len(waiting) == 1:
@@ -73,7 +70,9 @@ class Placer:
                 yield from ((live, None) for live in party)
                 continue
             yield from ((live, endpoint) for live, _, endpoint in plan)
-            _log(plan)
+            per_target = Counter(placement.target for _, placement, _ in plan if placement.target)
+            log.info("group_placed", requests=len(plan), targets=len(per_target),
+                     no_room=len(plan) - per_target.total(), most_at_one=max(per_target.values(), default=0))  # fmt: skip
 
     # --- the plan -----------------------------------------------------------------------------------------
 
@@ -84,12 +83,12 @@ class Placer:
         to: str = "",
         without: Collection[str] = (),
     ) -> list[tuple[LiveRequest, Placement, Endpoint | None]]:
-        """Return a placement and a target for each of these answers, in the order in which they should move.
+        """Return the answers in the order in which to move them, each with placement (method and cost) and target.
 
-        All answers must have the same model and lineage. `source` is the worker on which they still run and which may
-        send its KV cache. If it is None, that worker is lost or not trusted, and everything is recomputed. `to` names
-        the only permitted target (empty: any), and `without` the excluded ones. A target is None if no worker has a
-        free slot.
+        All answers must have the same model and lineage (model revision and tokenizer). `source` is the current worker
+        of all answers, which may send their KV caches. If `source` is None, that worker is lost or not trusted, and
+        every KV cache is recomputed. `to` names the only permitted target (empty: any). Targets in
+        `without` are excluded. The target of an answer is None if no worker has a free slot.
         """
         endpoints = [
             s
@@ -130,7 +129,7 @@ class Placer:
         return Leaving(
             request_id=name,
             priority=table.urgency(generation.request.tier),
-            arrived=_ZERO + timedelta(seconds=generation.state.began_at),
+            arrived=state.began_at,
             tokens=generation.length,
             barred={key[0] for key in tried if key[0] in targets and targets[key[0]].key == key},
         )
@@ -195,23 +194,15 @@ class Placer:
         )
 
     def _lanes(self, source: Endpoint, target: Endpoint) -> tuple[Lane, ...]:
-        """Return the transfer lanes between the shards of source and target.
+        """Return the lanes of a KV transfer; () if the target is sharded differently from the source.
 
-        Return () if the target is sharded differently.
+        A lane is the path from one shard of the source to the target's shard of the same rank.
         """
         theirs, ours = source.joined, target.joined
         ours_is, theirs_is = ((one.kv, one.tp, one.profile.block_tokens) for one in (ours, theirs))
         if ours_is != theirs_is:
             return ()
         return lanes(self.policy.links, theirs.topology, ours.topology, theirs.tp)
-
-
-def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None:
-    """Log a plan in one line, regardless of its number of requests."""
-    per_target = Counter(placement.target for _, placement, _ in plan if placement.target)
-    found = sum(per_target.values())
-    log.info("group_placed", requests=len(plan), targets=len(per_target), no_room=len(plan) - found,
-             most_at_one=max(per_target.values(), default=0))  # fmt: skip
 
 
 def _kv_shape(source: Endpoint) -> KvShape | None:

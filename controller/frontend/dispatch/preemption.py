@@ -34,8 +34,9 @@ COMMENTS_S = 10.0  # seconds between two comments to a client
 
 @dataclass(frozen=True, slots=True)
 class _PutOff:
-    """One preempted answer: the move that it waits for, the latest time to resume it, and the time of its client's next
-    comment.
+    """One preempted answer: its move, the latest time to resume the answer, and the time of the next SSE comment.
+
+    The move records how the answer left its worker. The comments keep the connection to the client alive.
     """
 
     move: Move
@@ -52,7 +53,7 @@ class Preemption(Preemptor):
     running: RunningRequests
     reports: MigrationReports
     now: Callable[[], float]
-    park_s: float | None  # maximum total seconds for which one answer is preempted; None disables preemption
+    park_s: float  # maximum total seconds for which one answer is preempted; 0 disables preemption
     feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
     put_off: dict[LiveRequest, _PutOff] = field(default_factory=dict)
     # by model and lineage: time until which no preemption is tried
@@ -65,9 +66,9 @@ class Preemption(Preemptor):
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a running answer can be preempted for a request of this tier.
 
-        If no answer can be preempted, preemption pauses for IN_VAIN_S.
+        If none can be, preemption for this model and lineage pauses for IN_VAIN_S.
         """
-        if self.park_s is None or tier > 0 or self.now() < self.vain_until.get((model, lineage), 0.0):
+        if not self.park_s or tier > 0 or self.now() < self.vain_until.get((model, lineage), 0.0):
             return False
         if self._victim(model, lineage) is not None:
             return True
@@ -76,10 +77,10 @@ class Preemption(Preemptor):
         return False
 
     def make_room(self, model: str, lineage: Lineage) -> bool:
-        """Preempt one answer so that its worker has room. Return False if no answer may be preempted."""
+        """Preempt one answer to make room at its worker. Return False if no answer can be preempted."""
         found = self._victim(model, lineage)
         source = found.endpoint if found is not None else None
-        if found is None or source is None or self.park_s is None or self.feed is None:
+        if found is None or source is None or self.feed is None:
             return False
         now, why = self.now(), Failure(PREEMPTED, "")
         move = Move(why, why, source.server, now, len(found.accepted))
@@ -93,16 +94,17 @@ class Preemption(Preemptor):
         return True
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
-        """Pause preemption for IN_VAIN_S after a preemption that freed no room: a worker reports free room only in its
-        next load report.
+        """Pause preemption for IN_VAIN_S, because the last preemption freed no room.
+
+        A worker reports free room only in its next load report.
         """
         self.vain_until[model, lineage] = self.now() + IN_VAIN_S
 
     def _victim(self, model: str, lineage: Lineage) -> LiveRequest | None:
-        """Return the answer to preempt next, or None if no answer may be preempted.
+        """Return the answer to preempt next, or None if no answer can be preempted.
 
-        If one free slot gives a worker room, the result is the answer that is cheapest to recompute. If workers lack
-        KV blocks rather than slots, the result is the longest answer, which holds the most blocks.
+        If some worker would have room with one more free slot, the result is the answer that is cheapest to recompute.
+        If workers lack KV blocks rather than slots, the result is the longest answer, which holds the most blocks.
         """
         group = self.table.group(model, lineage)
         if group is None:
@@ -121,7 +123,7 @@ class Preemption(Preemptor):
         return min(by_count, key=size) if by_count else max(by_blocks, key=size, default=None)
 
     def _has_room_without_one(self, endpoint: Endpoint) -> bool:
-        """Return whether a worker could accept a new request if one of this frontend's requests on it ended."""
+        """Return whether a worker would have room for a new request if one request of this frontend ended there."""
         endpoint.end()
         try:
             return self.routing.has_room(endpoint, Headroom.FRESH)
@@ -135,7 +137,6 @@ class Preemption(Preemptor):
             and state.has_output
             and state.transfer is None
             and not state.tried
-            and self.park_s is not None
             and state.put_off_s < self.park_s
             and one.request.deterministic  # otherwise the answer would not continue with the same tokens
             and endpoint.joined.exact
@@ -197,5 +198,5 @@ class Preemption(Preemptor):
 
 
 def _stale(one: LiveRequest, put_off: _PutOff) -> bool:
-    """Return whether this preemption is over, because the answer has ended or moves for another reason."""
+    """Return whether this preemption is over: the answer has ended, or moves for another reason."""
     return one.over or one.state.move is not put_off.move

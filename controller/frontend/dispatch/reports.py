@@ -26,15 +26,11 @@ class MigrationReports:
     metrics: RequestMetrics
 
     def migrated(self, live: LiveRequest, effect: do.ReportMigrated, now: float) -> None:
-        """Report that an answer has moved to the worker of its last attempt."""
+        """Report that an answer has moved to the worker of its most recent attempt."""
         request, stats, last, move = live.request, live.stats, live.state.last, effect.move
         assert last is not None
-        exact = (
-            same_answers(move.source, last.server, request.sampling.unset)
-            and not effect.spoilt
-            and request.deterministic
-            and not live.continuation.texts
-        )
+        repeatable = request.deterministic and not live.continuation.texts and not effect.spoilt
+        exact = repeatable and same_answers(move.source, last.server, request.sampling.unset)
         gap_s = now - (stats.last_at if stats.first_at is not None else move.since)
         carried, cause = move.carried, move.failure.kind.cause
         source, target = move.source.key, last.server.key
@@ -110,11 +106,11 @@ class MigrationReports:
 
 
 def same_answers(source: Server, target: Server, unset: Collection[str]) -> bool:
-    """Return whether the target continues an answer with the same tokens as the source would have generated.
+    """Return whether the target would continue an answer with the tokens that the source would have generated.
 
     Both servers must accept tokens, and must serve the same weights with the same defaults. `unset` contains the
-    sampling parameters that the server's defaults determine. If the servers do not name their weights, the defaults
-    are unknown, so `unset` must be empty.
+    sampling parameters that the client did not set, so the server's defaults apply. If the servers do not name their
+    weights, their defaults are unknown. The result is then true only if `unset` is empty.
     """
     same = (source.root, source.generation_config) == (target.root, target.generation_config)
     return source.exact and target.exact and same and bool(source.root or not unset)

@@ -1,4 +1,4 @@
-"""Detects streams without new tokens although their worker runs, so that the driver moves them.
+"""Detects streams that get no new tokens although their worker runs. The driver then moves them.
 
 The request plane detects a silent worker and a stuck engine. It cannot detect one stuck stream among healthy streams.
 So here each stream has an age: the time since its last token. One periodic sweep compares all ages with their limits,
@@ -8,8 +8,9 @@ so there is no cost per token.
     limit       pace_factor * the stream's own mean time per token, at least floor_s, at most ceiling_s
     exceptions  requests wait in the worker's queue, so the worker may have preempted the stream: the limit is ceiling_s
                 the stream may not move: the limit is ceiling_s
-                no stream of the worker had a later token, and its engine runs a prefill: the request plane limits that step
-                the stream's KV cache is being sent to another worker: that move has its own deadlines
+                the engine runs a prefill, and this stream got a token in the latest step with tokens: no limit
+                here, because the request plane limits the duration of the prefill
+                the stream's KV cache is being sent to another worker: no limit here, because that move has deadlines
 
 All times are in seconds. The limit never depends on the age, so a stuck stream cannot raise its own limit.
 """
@@ -63,11 +64,13 @@ class StallWatch:
     def _look(
         self, endpoint: Endpoint, there: Collection[LiveRequest], quiet: list[LiveRequest], now: float
     ) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
-        """Yield the stalled streams of one worker among the `quiet` ones. `there` contains all its streams."""
+        """Yield the stalled streams of one worker.
+
+        Only the streams in `quiet` are checked. `there` contains all streams of the worker.
+        """
         streams, load = [one.stats for one in there if one.state.has_output], self.plane.load(endpoint.worker)
-        slowest = max(
-            (pace for one in streams if (pace := pace_s(one)) is not None), default=self.settings.ceiling_s
-        )
+        paces = [pace for one in streams if (pace := pace_s(one)) is not None]
+        slowest = max(paces, default=self.settings.ceiling_s)
         queued = load is not None and load.waiting > 0
         # no stream had a later token than this one, while the engine runs a prefill: the request plane limits that step
         reads = self.plane.others_work(endpoint.worker, 0, begun=True) == "before"
@@ -93,8 +96,8 @@ class StallWatch:
     def _limit(self, one: LiveRequest, slowest: float, *, queued: bool) -> float:
         """Return the age in seconds above which a stream counts as stalled.
 
-        `slowest` is the pace, in seconds per token, of a stream that has too few tokens for a pace of its own.
-        `queued` states that requests wait in the worker's queue.
+        `slowest` is the pace in seconds per token that is assumed for a stream with too few tokens to measure. `queued`
+        states that requests wait in the worker's queue.
         """
         settings, admission = self.settings, self.admission
         if not one.state.has_output:

@@ -1,9 +1,9 @@
 """Translates a worker's refusal of a request into the client's error.
 
 A worker, or the server behind it, could write anything into a refusal: another user's text, markup, or instructions.
-So the text of a refusal is never passed on. The client receives one of the sentences below, which contain only names
-of known request fields and sizes from the worker's text. Status, `code` and `type` are passed on only if their value
-is known.
+So the text of a refusal is passed on only if it is one of Holdfast's own messages (`OURS`). Otherwise the client receives
+a fixed sentence, which contains only field names and numbers from the worker's text. Status, `code` and `type` are
+passed on only if their value is known.
 """
 
 import re
@@ -17,8 +17,8 @@ FIELDS_MAX = 3  # fields named in one sentence
 TYPES = frozenset(  # types that OpenAI, vLLM and SGLang use for client errors
     ("invalid_request_error", "BadRequestError", "UnprocessableEntityError", "BadRequest", "validation_error")
 )
-OURS = (  # messages of Holdfast's own engines and workers, which contain only numbers and field names
-    re.compile(  # messages of Holdfast's own engines and workers; they contain only numbers and field names
+OURS = (
+    re.compile(  # messages of Holdfast's own engines and workers, which contain only numbers and field names
         r"the prompt is empty"
         r"|\d{1,12} tokens leave no room in a context of \d{1,12}"
         r"|(?:stop |logit_bias: )?token ids go from 0 to \d{1,12}"

@@ -1,1 +1,1 @@
-"""Worker health as seen by one frontend: local breakers, panic, exposed and poisonous requests."""
+"""Worker health as one frontend sees it: local breakers, panic, exposure, poison requests."""

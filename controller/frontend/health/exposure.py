@@ -6,12 +6,13 @@ When a worker is convicted as corrupt, these records name the exposed requests.
           │                                                                 │
           └── until here the worker is known to have been correct ───▶ a, b, c are exposed, finished or not
 
-The exposed period begins when *the canary that failed* was last sent and passed on this instance, because other
-canaries may not detect this fault. If the records do not reach back that far, `ExposureUnknown` is reported for the
-missing period. So no exposure is silently left out.
+The exposed period begins with the last pass of *the canary that failed* on this instance, at the time when the canary
+was sent. Passes of other canaries do not count, because those canaries may not detect this fault. If the records do not
+reach back that far, `ExposureUnknown` is reported for the missing period. So no exposure is silently left out.
 
-Clocks: `sent` is measured by the prober's clock, token times by this frontend's clock. A margin covers small
-differences between the clocks. The margin may add requests that were not exposed, but never leaves one out.
+Clocks: `sent` is measured by the prober's clock, token times by this frontend's clock. The exposed period is extended
+by a margin, which covers small differences between the clocks. So the reports can contain requests that were not
+exposed, but no exposed request is left out.
 """
 
 from collections import defaultdict, deque
@@ -30,8 +31,9 @@ MARK_S = 0.2  # resolution in seconds of a span's token times
 
 @dataclass(slots=True, eq=False, repr=False)
 class ServedSpan:
-    """The tokens that one worker sent to one request: the index of the first token (from 0), and arrival times to within
-    MARK_S.
+    """The tokens that one worker sent to one request: their indexes in the answer, and their arrival times.
+
+    Indexes start at 0. The resolution of the arrival times is MARK_S seconds.
     """
 
     request: str
@@ -49,7 +51,7 @@ class ServedSpan:
     named: int = 0  # tokens before this index were reported as exposed
 
     def add(self, now: float, tokens: int) -> None:
-        """Count tokens of this worker that have just arrived."""
+        """Count `tokens` more tokens, which have just arrived from the worker."""
         if now - self.marked_at > MARK_S:
             if self.count:
                 self.marks = self.marks or []
@@ -59,9 +61,9 @@ class ServedSpan:
         self.last_at = now
 
     def since(self, instant: float) -> tuple[int, int] | None:
-        """Return the first and last index of the unreported tokens that may have arrived at `instant` or later.
+        """Return the first and last index of the tokens that may have arrived at `instant` or later.
 
-        Return None if there are no such tokens.
+        Tokens that were already reported as exposed are left out. Return None if no tokens are left.
         """
         if not self.count or self.last_at < instant:
             return None
@@ -83,10 +85,10 @@ class ExposedTokens(NamedTuple):
 
 
 class SpanHistory:
-    """The token spans of one worker instance, oldest first, limited in number.
+    """The served spans of one worker instance, limited in number. A span is the tokens sent to one request.
 
-    Only ended spans are dropped to keep the limit. Open spans belong to running requests, which must be named in a
-    conviction. The worker's number of streams limits the number of open spans.
+    To keep the limit, the spans that ended first are dropped. Open spans are kept, because their requests still run and
+    must be reported if the worker is convicted. The worker's number of streams limits the number of open spans.
     """
 
     def __init__(self, entries_max: int) -> None:
@@ -113,7 +115,7 @@ class SpanHistory:
             self._bound()
 
     def trim(self, instant: float) -> None:
-        """Drop spans that ended before `instant`, because no later conviction can cover them."""
+        """Drop spans that ended before `instant`, because no later conviction can reach back that far."""
         while self._ended and self._ended[0].last_at < instant:
             self._forget()
 
@@ -127,7 +129,7 @@ class SpanHistory:
 
 @dataclass(eq=False, repr=False)
 class ServedSpans:
-    """The token spans of all workers of one frontend, and the facts about exposed requests made from them."""
+    """The served spans of all workers of one frontend. Builds the facts about exposed requests from them."""
 
     frontend: str
     entries_max: int  # largest number of spans per worker instance
@@ -149,8 +151,10 @@ class ServedSpans:
             history.close(served_span)
 
     def passed(self, key: Key, oldest_pass: datetime) -> None:
-        """Drop the spans that ended before `oldest_pass`, because every canary was sent to the worker and passed after
-        that time.
+        """Drop the spans that ended before `oldest_pass`, because no later conviction can reach back that far.
+
+        For each canary there is a time at which the worker last passed it; `oldest_pass` is the earliest of these
+        times. A conviction covers only the time after the last pass of the canary that failed.
         """
         if (history := self._histories.get(key)) is not None:
             history.trim(self._instant(oldest_pass - MARGIN))
@@ -161,8 +165,8 @@ class ServedSpans:
             del self._histories[key]
         self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 
-    def fed(self, key: Key, since: datetime) -> list[ExposedTokens]:
-        """Return the tokens that the worker has sent to each request since `since`, and mark them as reported.
+    def tokens_sent(self, key: Key, since: datetime) -> list[ExposedTokens]:
+        """Return the tokens that the worker has sent to each request since `since`, and mark these tokens as reported.
 
         Tokens that were reported before are left out.
         """
@@ -175,7 +179,7 @@ class ServedSpans:
         return found
 
     def fact(self, fed: ExposedTokens, action: str) -> RequestExposed:
-        """Return the fact about one exposed request.
+        """Return the fact about one request that received tokens from a worker that was convicted later.
 
         `action` is the corruption policy that was applied, or "none" if the request had finished.
         """
@@ -194,7 +198,7 @@ class ServedSpans:
         )
 
     def unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
-        """Return the facts about those parts of this period for which records are missing.
+        """Return a fact for each part of the period from `since` to `until` for which records are missing.
 
         Each part is reported only once.
         """

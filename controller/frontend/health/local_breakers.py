@@ -1,16 +1,16 @@
 """The local circuit breakers of one frontend, and the facts about the outcomes of its requests.
 
-A local breaker runs the controller's state machine (`deciders.breaker`) on this frontend's own outcomes. It can only
-exclude workers that the controller keeps in service. A breaker's move is a change of its position: closed, open or
-half-open. This frontend numbers its own moves and reports them once a second (`OutcomeReports`); no decider reads the
-reports. The trial of a half-open breaker is one real request.
+A local breaker runs the controller's state machine (`deciders.breaker`) on this frontend's own outcomes. It can exclude
+a worker that the controller keeps in service, but cannot return a worker to service. A breaker's move is a change of
+its position: closed, open or half-open. This frontend numbers its own moves and reports them once a second. The
+controller makes no decisions from these reports. The trial of a half-open breaker is one real request.
 
 A broken connection counts as one failure, regardless of its number of streams. If the connections of all workers in
 service break within one tick, the cause is more likely this frontend, so no worker is blamed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
@@ -22,7 +22,6 @@ from prometheus_client import Gauge
 from controller.deciders import breaker
 from controller.deciders.breaker import Breaker, BreakerPolicy
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
-from controller.ports import Observe
 from controller.router.endpoints import ConnectedWorkers, Endpoint, Key
 from controller.router.load.work import growth
 from events import observations as facts
@@ -46,7 +45,10 @@ log = structlog.get_logger(__name__)
 
 
 class AnswerDraw(msgspec.Struct, frozen=True):
-    """The sampling parameters of one answer, and how many of its tokens had an unlikely logprob."""
+    """The sampling parameters of one answer, and how many of its tokens were unlikely.
+
+    Only tokens with logprobs are counted. A token is unlikely if its logprob is below LOGPROB_FLOOR.
+    """
 
     sampling: Sampling
     weighed: int = 0  # tokens with logprobs
@@ -68,7 +70,7 @@ class Window:
     drawn: Counter[tuple[float, float, int]] = field(default_factory=Counter)  # by sampling parameters
 
     def draw(self, drawn: AnswerDraw) -> None:
-        """Add the sampling parameters of an answer and its number of unlikely tokens."""
+        """Add one answer to this window: its sampling parameters and its token counts."""
         self.weighed += drawn.weighed
         self.unlikely += drawn.unlikely
         sampling = drawn.sampling
@@ -79,7 +81,7 @@ class Window:
             self.drawn[how] += 1
 
     def fact(self, frontend: str, key: Key, window_s: float, routed_under: int) -> facts.RequestsServed:
-        """Return the fact that reports this window."""
+        """Return the fact that reports the measurements of this window."""
         return facts.RequestsServed(
             worker=key[0],
             instance=key[1],
@@ -109,7 +111,6 @@ class WorkerOutcomes:
     stalled: int = 0  # streams that stalled in this tick while their worker was running
     stalls: float = 0.0  # number of stalled streams, lowered by each completed request
     worked_at: float | None = None  # when the worker last produced the first token of an answer
-    reports: int = 0  # RequestFailed facts published in this second
     slow: bool = False
     window: Window = field(default_factory=Window)
 
@@ -119,9 +120,9 @@ class WorkerOutcomes:
         return self.failures > 1 or self.stalls + self.stalled > 1
 
     def take_back(self, *, one_stream: bool = False) -> None:
-        """Undo the last failure, because the request was at fault.
+        """Undo the count of the last failure, because the request was at fault and not the worker.
 
-        `one_stream` states that the stream stalled while others of the worker ran.
+        `one_stream` states that only this request's stream stalled, while other streams of the worker ran.
         """
         if self.broken:
             self.broken, self.stalled = None, 0  # the failure was not judged yet
@@ -134,118 +135,120 @@ class WorkerOutcomes:
 
 
 @dataclass(eq=False, repr=False)
-class OutcomeReports:
-    """Creates the facts about a frontend's outcomes: requests served per window, slow workers, and breaker moves.
-
-    Uses no clock and no I/O: the caller passes the time and publishes the facts.
-    """
+class MoveReport:
+    """The breaker moves of one frontend since its last report."""
 
     frontend: str
-    settings: FactSettings
-    links: ConnectedWorkers | None  # returns the last reported load of each worker; None: loads are unknown
-    _window_at: float  # when the window began
-    _second_at: float
-    _moves: list[tuple[float, Key, BreakerPosition, str]] = field(default_factory=list)
-    _dropped: int = 0
+    observe: Callable[[Observation], object]
+    now: Callable[[], float]
+    _moves: list[tuple[float, facts.BreakerMove]] = field(default_factory=list)  # with their times
+    _dropped: int = 0  # number of moves that did not fit
 
-    def moved(self, now: float, key: Key, position: BreakerPosition, reason: str = "") -> None:
-        """Record a breaker move for the next event. If that event is full, only count the move as dropped."""
+    def note(self, key: Key, position: BreakerPosition, reason: str) -> None:
+        """Record a breaker move for the next report. If that report is full, only count the move as dropped."""
+        move = facts.BreakerMove(worker=key[0], instance=key[1], position=position, ago_ms=0.0, reason=reason)
         if len(self._moves) < MOVES_MAX:
-            self._moves.append((now, key, position, reason))
+            self._moves.append((self.now(), move))
         else:
             self._dropped += 1
 
-    def due(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
-        """Yield the facts that are due: breaker moves once a second, outcomes once a window."""
-        if now - self._second_at >= 1.0:
-            self._second_at = now
-            for found in outcomes.values():
-                found.reports = 0
-            yield from self._of_moves(now)
-        if now - self._window_at >= self.settings.window_s:
-            yield from self._of_window(now - self._window_at, outcomes)
-            self._window_at = now
-
-    def rest(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
-        """Yield the facts of the incomplete second and window, before the process exits."""
-        yield from self._of_moves(now)
-        yield from self._of_window(max(1e-3, now - self._window_at), outcomes)
-
-    def _of_moves(self, now: float) -> Iterator[Observation]:
-        """Yield one event with all breaker moves since the last such event, or nothing if no breaker moved."""
+    def publish(self) -> None:
+        """Publish one event with all breaker moves since the last such event, or nothing if no breaker moved."""
         if self._moves:
-            moves = tuple(
-                facts.BreakerMove(
-                    worker=key[0], instance=key[1], position=position, ago_ms=ago_ms, reason=reason
-                )
-                for at, key, position, reason in self._moves
-                for ago_ms in (round((now - at) * 1000, 1),)
-            )
-            yield facts.FrontendBreakersMoved(frontend=self.frontend, moves=moves, dropped=self._dropped)
+            now = self.now()
+            moves = tuple(replace(move, ago_ms=round((now - at) * 1000, 1)) for at, move in self._moves)
+            fact = facts.FrontendBreakersMoved(frontend=self.frontend, moves=moves, dropped=self._dropped)
             self._moves, self._dropped = [], 0
+            self.observe(fact)
 
-    def _of_window(self, window_s: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
+
+@dataclass(eq=False, repr=False)
+class WindowReport:
+    """Publishes what one frontend has measured of each worker in a window, and which workers are slow."""
+
+    frontend: str
+    limits: FactSettings
+    observe: Callable[[Observation], object]
+    links: ConnectedWorkers
+
+    def publish(self, outcomes: Mapping[Key, WorkerOutcomes], window_s: float) -> None:
+        """Publish each worker's measurements of this window, and start the next window.
+
+        Also compare the workers' speeds, and report slow workers.
+        """
         speeds = {
             key: median(found.window.itl_ms)
             for key, found in outcomes.items()
-            if found.window.itl_ms and found.window.tokens >= self.settings.slow_tokens_min
+            if found.window.itl_ms and found.window.tokens >= self.limits.slow_tokens_min
         }
         for key, found in outcomes.items():
             window = found.window
             if window.count:
-                yield window.fact(self.frontend, key, window_s, window.routed_under or 0)
+                self.observe(window.fact(self.frontend, key, window_s, window.routed_under or 0))
                 found.window = Window()
             if key in speeds:
-                peers = {
-                    other: speed
-                    for other, speed in speeds.items()
-                    if other != key and outcomes[other].model == found.model
-                }
-                yield from self._compare(key, found, speeds[key], peers)
+                self._compare(key, found, speeds, outcomes)
 
     def _compare(
-        self, key: Key, found: WorkerOutcomes, own: float, peers: Mapping[Key, float]
-    ) -> Iterator[Observation]:
-        """Yield a fact when a worker becomes slower than its peers, or is no longer slower.
+        self,
+        key: Key,
+        found: WorkerOutcomes,
+        speeds: Mapping[Key, float],
+        outcomes: Mapping[Key, WorkerOutcomes],
+    ) -> None:
+        """Publish a fact if a worker is slower than the model's other workers, or has stopped being slower.
 
-        `own` and `peers` are milliseconds per token. A peer's value is scaled to the worker's batch size.
+        `speeds` has the milliseconds per token of each worker. A larger batch takes longer per token. So before the
+        comparison, the time of a worker with a smaller batch than `key` is scaled up to the batch size of `key`.
         """
+        peers = [peer for peer in speeds if peer != key and outcomes[peer].model == found.model]
         if not peers:
             return
-        running = self._running(key)
-        usual = median(speed * growth(running, self._running(peer)) for peer, speed in peers.items())
-        slow = own > self.settings.slow_factor * usual and own - usual > SLOW_MS_MIN
+        own, running = speeds[key], self._running(key)
+        usual = median(speeds[peer] * growth(running, self._running(peer)) for peer in peers)
+        slow = own > self.limits.slow_factor * usual and own - usual > SLOW_MS_MIN
         if slow or found.slow:
             kind = facts.WorkerSlow if slow else facts.WorkerSlowCleared
-            yield kind(
+            fact = kind(
                 worker=key[0], instance=key[1], frontend=self.frontend, latency_ms=own, baseline_ms=usual
             )
+            self.observe(fact)
         found.slow = slow
 
     def _running(self, key: Key) -> int:
         """Return the number of sequences in a worker's batch, or 1 if unknown."""
-        load = self.links.load(key[0]) if self.links is not None else None
+        load = self.links.load(key[0])
         return load.running if load is not None else 1
 
 
 @dataclass(eq=False, repr=False)
 class LocalBreakers:
-    """Runs the local breaker of each worker in one frontend, on the outcomes of this frontend's requests."""
+    """Runs the local breaker of each worker in one frontend, on the outcomes of this frontend's requests.
+
+    If too little of a model's capacity is routable (panic), the local breakers of its workers are ignored. Also
+    publishes facts: requests served per window, slow workers, and breaker moves.
+    """
 
     frontend: str
     local: LocalBreakerSettings
     limits: FactSettings
     observe: Callable[[Observation], object]
     now: Callable[[], float]
-    links: ConnectedWorkers | None = None  # returns the last reported load of each worker
+    links: ConnectedWorkers
+    panic_gauge: Gauge | None = None  # the metric of models in panic
+    # models for which these breakers are ignored, at the last check
+    panicked: set[str] = field(default_factory=set)
     _epoch: int = 0  # number of this frontend's last breaker move
     _outcomes_by: dict[Key, WorkerOutcomes] = field(default_factory=dict)
     _open: dict[Key, None] = field(default_factory=dict)  # workers with a breaker that is not closed
+    _reports: Counter[Key] = field(default_factory=Counter)  # RequestFailed facts published in this second
 
     def __post_init__(self) -> None:
-        local, now = self.local, self.now()
+        local = self.local
+        self._moves = MoveReport(self.frontend, self.observe, self.now)
+        self._measured = WindowReport(self.frontend, self.limits, self.observe, self.links)
+        self._window_at = self._second_at = self.now()  # when the current window and second began
         self.open: Collection[Key] = self._open.keys()  # a live view, in order of opening
-        self._reports = OutcomeReports(self.frontend, self.limits, self.links, now, now)
         self._policy = BreakerPolicy(
             failures_max=local.failures_max,
             wait_min=timedelta(seconds=local.wait_s),
@@ -254,7 +257,7 @@ class LocalBreakers:
         )
 
     def outcomes(self, key: Key) -> WorkerOutcomes:
-        """Return the outcomes of one worker instance, creating them if they do not exist."""
+        """Return the record of one worker instance's outcomes, creating an empty one if there is none."""
         if (found := self._outcomes_by.get(key)) is None:
             found = self._outcomes_by[key] = WorkerOutcomes(Breaker(*key, trial_by="request"))
         return found
@@ -272,7 +275,7 @@ class LocalBreakers:
             self._epoch += 1  # counts as a move, so that outcomes of earlier requests are ignored
             if key in self._open:
                 del self._open[key]
-                self._reports.moved(self.now(), key, "closed", "fleet_breaker_closed")
+                self._moves.note(key, "closed", "fleet_breaker_closed")
             found.breaker = Breaker(*key, trial_by="request", moved_by=self._epoch)
             found.failures, found.stalls = 0, 0.0
 
@@ -290,8 +293,8 @@ class LocalBreakers:
     def routed(self, key: Key) -> int:
         """Record that a request was sent to a worker. Return the number of this frontend's last breaker move.
 
-        If the worker's breaker is half-open, the request is its trial. The caller passes the returned number with the
-        outcome, which is ignored if the breaker has moved since.
+        If the worker's breaker is half-open, the request becomes the breaker's trial. The caller must pass the returned
+        number with the outcome of the request, so that the outcome is ignored if the worker's breaker has moved since.
         """
         found = self._outcomes_by.get(key) or self.outcomes(key)
         if key in self._open:
@@ -309,10 +312,31 @@ class LocalBreakers:
         """Return the workers with a trial request that reaches its time limit within TRIAL_MARGIN."""
         soon = _instant(self.now()) + TRIAL_MARGIN
         trials = {key: self._outcomes_by[key].breaker for key in self._open}
-        due = {
-            key: one.deadline for key, one in trials.items() if one.position == "half_open" and one.admitted
-        }
-        return [key for key, deadline in due.items() if deadline and soon >= deadline]
+        under_way = {key: one for key, one in trials.items() if one.position == "half_open" and one.admitted}
+        return [key for key, one in under_way.items() if one.deadline and soon >= one.deadline]
+
+    # --- panic --------------------------------------------------------------------------------------------
+
+    def ignored(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
+        """Return whether a model's local breakers are ignored now, because too little of its capacity is routable.
+
+        If any breaker is not closed, the share of routable capacity is computed again first, because breakers may have
+        moved.
+        """
+        if self._open:
+            self.look_for_panic(model, endpoints)
+        return model in self.panicked
+
+    def look_for_panic(self, model: str, endpoints: Sequence[Endpoint]) -> None:
+        """Update whether a model is in panic, a state in which its local breakers are ignored. Report a change."""
+        share = routable_share(endpoints, self.open, self.links)
+        panic = share < self.local.panic_share
+        if panic != (model in self.panicked):
+            (self.panicked.add if panic else self.panicked.discard)(model)
+            kind = facts.PanicBegan if panic else facts.PanicEnded
+            self.observe(kind(frontend=self.frontend, model=model, routable_share=share))
+            if self.panic_gauge is not None:
+                self.panic_gauge.labels(model).set(panic)
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
@@ -328,9 +352,10 @@ class LocalBreakers:
         model: str = "",
         drawn: AnswerDraw | None = None,
     ) -> None:
-        """Record a request that this worker completed.
+        """Record a request that a worker completed.
 
-        `breaker_epoch` is the number that `routed` returned for the request.
+        `breaker_epoch` is the number that `routed` returned for the request. `drawn` has the answer's sampling
+        parameters and its number of unlikely tokens; None if other attempts produced a part of the answer.
         """
         found = self._outcomes_by.get(key) or self.outcomes(key)
         window = found.window
@@ -353,10 +378,11 @@ class LocalBreakers:
                 window.itl_ms.append(itl_s * 1000)
 
     def unjudged(self, key: Key, breaker_epoch: int, *, has_output: bool) -> None:
-        """Record a request that continues elsewhere or has ended without a fault of the worker.
+        """Record an attempt that the worker has neither completed nor failed.
 
-        If the request was the trial of the worker's breaker, the trial passes if tokens were produced. Otherwise
-        another request may become the trial.
+        For example, the client has disconnected, or the request continues elsewhere. If the request was the trial of
+        the worker's breaker and has produced tokens, the trial passes. Without tokens, another request may become the
+        trial.
         """
         found = self.outcomes(key)
         if found.breaker.position != "half_open":
@@ -378,7 +404,7 @@ class LocalBreakers:
         """Record a request that failed through the worker's fault.
 
         `breaker_epoch` is the number that `routed` returned for the request. `one_stream` states that only this
-        stream stalled, while other streams of the worker ran.
+        request's stream stalled, while other streams of the worker ran.
         """
         found = self.outcomes(key)
         if reason in TRANSPORT:
@@ -405,27 +431,18 @@ class LocalBreakers:
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=breaker_epoch))
         self._settle(key, found)
         # the next report includes the number of failures that were not reported
-        if found.reports < self.limits.failures_per_s_max:
-            found.reports += 1
+        if self._reports[key] < self.limits.failures_per_s_max:
+            self._reports[key] += 1
             self.observe(fact)
 
     # --- time ---------------------------------------------------------------------------------------------
 
     def tick(self, in_service: Collection[Key]) -> None:
-        """Judge the broken connections of this tick, apply the breaker moves that are due, and report full windows."""
-        self._judge(in_service)
-        # closed breakers are not checked, because only an outcome moves them, and at once
-        for key in list(self._open):
-            self._settle(key, self._outcomes_by[key])
-        for fact in self._reports.due(self.now(), self._outcomes_by):
-            self.observe(fact)
+        """Judge the connections that broke in this tick, apply the breaker moves that are due, and publish reports.
 
-    def report(self) -> None:
-        """Publish the facts of the incomplete second and window, before the process exits."""
-        for fact in self._reports.rest(self.now(), self._outcomes_by):
-            self.observe(fact)
-
-    def _judge(self, in_service: Collection[Key]) -> None:
+        A broken connection counts as a failure. But if at least two workers are in service and all their connections
+        broke, no failure is counted. Moves are reported once a second, and measurements once per window.
+        """
         broken = {key: found for key, found in self._outcomes_by.items() if found.broken is not None}
         ours = len(in_service) > 1 and broken.keys() >= set(in_service)
         if ours:
@@ -436,9 +453,28 @@ class LocalBreakers:
                 found.stalled = 0
             elif failure is not None:
                 self._count(key, found, *failure)
+        # closed breakers are not checked, because only an outcome moves them, and at once
+        for key in list(self._open):
+            self._settle(key, self._outcomes_by[key])
+        now = self.now()
+        if now - self._second_at >= 1.0:
+            self._second_at = now
+            self._reports.clear()
+            self._moves.publish()
+        if now - self._window_at >= self.limits.window_s:
+            self._measured.publish(self._outcomes_by, now - self._window_at)
+            self._window_at = now
+
+    def report(self) -> None:
+        """Publish the pending breaker moves and the measurements of the incomplete window, before the process exits."""
+        self._moves.publish()
+        self._measured.publish(self._outcomes_by, max(1e-3, self.now() - self._window_at))
 
     def _settle(self, key: Key, found: WorkerOutcomes) -> None:
-        """Apply the moves of one breaker that are due after an outcome, or because its wait or trial has timed out."""
+        """Apply the moves of one breaker that are due.
+
+        A move is due after an outcome of a request, or when the breaker's wait or trial has timed out.
+        """
         state, now = found.breaker, self.now()
         if state.position == "half_open" and not state.admitted and not state.trial:
             return  # no trial request was sent yet, and that does not count as a failure
@@ -451,7 +487,7 @@ class LocalBreakers:
             else:
                 # a dict keeps the order, so that the breakers of a simulated fleet move in the same order each time
                 self._open[key] = None
-            self._reports.moved(now, key, position, getattr(decision, "reason", ""))
+            self._moves.note(key, position, getattr(decision, "reason", ""))
             log.info("local_breaker", worker=key[0], instance=key[1], position=position)
 
 
@@ -462,10 +498,12 @@ def _instant(now: float) -> datetime:
 def routable_share(
     endpoints: Collection[Endpoint], opened: Collection[Key], links: ConnectedWorkers
 ) -> float:
-    """Return the share of a model's expected weight on workers that are in service with a closed local breaker.
+    """Return which fraction of a model's full capacity this frontend can use, from 0 to 1.
 
-    `opened` contains the workers with a breaker that is not closed. Return 1 if no worker is expected to serve. Return 0 if
-    the local breakers exclude all reachable workers, whatever the weight of unreachable workers.
+    In the full capacity, each worker that is expected to serve counts as 1. In the usable capacity, it counts as its
+    weight, or as 0 if it is in `opened` (its local breaker is not closed). Return 1 if no worker is expected to serve.
+    Unreachable workers count in both capacities. But if some workers are reachable, and the local breakers exclude all
+    of these, return 0.
     """
     expected = [endpoint for endpoint in endpoints if endpoint.expected]
     if not expected:
@@ -475,35 +513,3 @@ def routable_share(
         if (opens := [one.key in opened for one in usable]) and all(opens):
             return 0.0
     return sum(endpoint.weight for endpoint in expected if endpoint.key not in opened) / len(expected)
-
-
-@dataclass(eq=False, repr=False)
-class Panic:
-    """Decides for which models this frontend ignores its local breakers, because too little of the model is routable."""
-
-    frontend: str
-    share_min: float
-    breakers: LocalBreakers
-    links: ConnectedWorkers
-    observe: Observe
-    gauge: Gauge
-    models: set[str] = field(default_factory=set)  # models in panic at the last check
-
-    def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether local breakers are ignored for this model now.
-
-        Checks first if a breaker is open, because breakers may have moved.
-        """
-        if self.breakers.open:
-            self.look(model, endpoints)
-        return model in self.models
-
-    def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
-        """Update whether a model is in panic, and report a change."""
-        share = routable_share(endpoints, self.breakers.open, self.links)
-        panic = share < self.share_min
-        if panic != (model in self.models):
-            (self.models.add if panic else self.models.discard)(model)
-            kind = facts.PanicBegan if panic else facts.PanicEnded
-            self.observe(kind(frontend=self.frontend, model=model, routable_share=share))
-            self.gauge.labels(model).set(panic)

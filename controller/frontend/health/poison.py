@@ -12,34 +12,32 @@
 The diagram shows the states of all requests with one fingerprint. The fingerprint identifies the model, prompt and
 output constraint. A request is unproven before its first token.
 
-Workers also die for other reasons. A recent death of a worker without an unproven request (`fell_by_itself`) is
-evidence of another reason. Each such death raises the number of deaths that make a request poisonous by one, at most
-by two.
+Workers also die for other reasons. A recent death of a worker on which no unproven request ran (`fell_by_itself`) is
+evidence of another reason. Normally two deaths make a request poisonous. Each recent death for another reason raises
+this number by one, up to four.
 
 A request that fails with an error (`failed`) is retried on another worker as usual. The request itself is at fault if
-a second worker, on which no other request fails, returns the same error after the same number of tokens. The same
-applies to a stream that stalls while its worker runs.
+a second worker, on which no other request fails, returns the same error after the same number of tokens. This
+rule also holds for a stream that stalls while its worker runs.
 
 A stuck engine counts as dead if its worker's event loop still reports the hang, and the engine had produced tokens
-shortly before. A silent worker does not count as dead, because most silent workers were stopped, or lost their
-network together with idle workers. Stuck engines are weaker evidence than dead workers, because engines may hang for
-a common reason. So a request suspected because of stuck engines is refused only for as long as a request that merely
-fails.
+shortly before. A silent worker does not count as dead: most silent workers were stopped, or lost the network at
+the same time as idle workers. Stuck engines are weaker evidence than dead workers, because engines may hang for a
+common reason. So a request that is poisonous because of stuck engines is refused for a shorter time, the same as for
+a request that merely fails.
 
-For each request only a sketch of its prompt is looked up, which takes a microsecond. Only requests with the sketch of
-a failed request are compared exactly.
+For each request, the sketch (a short hash) of its prompt is looked up, which takes a microsecond. Only a request with
+the same sketch as a failed request is compared exactly.
 
-Most suspects are innocent, because a worker that loses power makes a suspect of each of its requests without a token.
+Most suspects are innocent: if a worker loses power, each of its requests that has no token yet becomes a suspect.
 """
 
 import json
 import re
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 import structlog
@@ -74,7 +72,7 @@ NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # numbers in error texts, whic
 
 
 class Held(NoWorker):
-    """Whether this request crashes workers is being tested."""
+    """The request waits until a test has shown whether it crashes workers."""
 
     code = "held"
 
@@ -86,14 +84,14 @@ class Poisonous(NoWorker):
 
 
 class Flight(msgspec.Struct, eq=False):
-    """The running copies of one unproven prompt, all on the same worker."""
+    """The running requests with one prompt that have not produced a token yet. All of them run on one worker."""
 
     endpoint: Endpoint
     slots: set[int]  # slot numbers of their attempts in the slot tracker
 
 
 class Fall(msgspec.Struct, frozen=True):
-    """The death of a worker while a request ran on it: its time and reason."""
+    """The time and reason of a worker's death while a request ran on it."""
 
     at: float
     reason: str
@@ -121,9 +119,9 @@ class Record(msgspec.Struct, eq=False):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """A kind of failure: reason, hash of the error text, and token count.
+    """A kind of failure: its reason, a hash of its error text, and the number of tokens before it.
 
-    The text is not kept, because it may contain client input.
+    The error text itself is not kept, because it may contain client input.
     """
 
     reason: str
@@ -139,8 +137,8 @@ class Way(msgspec.Struct, frozen=True):
 class Where(msgspec.Struct, frozen=True):
     """A restriction of the workers to which a request may be sent.
 
-    The request may be sent only to `endpoint` or, if `endpoint` is None, to any worker outside `avoid`. If no
-    permitted worker is available, the request waits if `waits` is true; otherwise the restriction is dropped.
+    The request may be sent only to `endpoint` or, if `endpoint` is None, to any worker outside `avoid`. If no permitted
+    worker is available, the request waits if `waits` is true. If `waits` is false, the restriction is dropped instead.
     """
 
     endpoint: Endpoint | None = None
@@ -149,7 +147,7 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class Records(OrderedDict[str, Record]):
-    """Failure records by fingerprint, and the sketches of prompts that were proven harmless.
+    """Failure records by fingerprint, and the sketches (short hashes) of prompts that were proven harmless.
 
     The number of records is limited: the least recently used record is evicted.
     """
@@ -162,7 +160,7 @@ class Records(OrderedDict[str, Record]):
 
     def of(self, request: GenerationRequest) -> Record | None:
         """Return the record for this request's fingerprint, or None if there is none."""
-        return self.get(_fingerprint(request)) if request.names.sketch in self._sketches else None
+        return self.get(fingerprint(request)) if request.names.sketch in self._sketches else None
 
     def keep(self, print_: str) -> Record:
         """Return the record of a fingerprint, creating it if necessary. Raise ValueError if the fingerprint is invalid."""
@@ -178,7 +176,7 @@ class Records(OrderedDict[str, Record]):
         return record
 
     def forget(self, record: Record) -> None:
-        """Remove a record and its sketch."""
+        """Remove a record, and the sketch (short hash) of its prompt."""
         del self[record.fingerprint]
         sketch = sketch_of(record.fingerprint)
         self._sketches[sketch] -= 1
@@ -188,6 +186,17 @@ class Records(OrderedDict[str, Record]):
     def tried_at(self) -> frozenset[Key]:
         """Return the workers on which a suspected request is being tried."""
         return frozenset(one.at.key for one in self.values() if one.at is not None)
+
+
+def counts_still(key: Key, fall: Fall, now: float, settings: PoisonSettings, links: ConnectedWorkers) -> bool:
+    """Return whether the death of a worker still counts as evidence: it is recent, and not disproved.
+
+    A death that was inferred from a lost connection or a stuck engine is disproved when the same worker instance is
+    reachable again.
+    """
+    if now - fall.at >= settings.remembered_s:
+        return False
+    return fall.reason not in (CONNECTION, STUCK) or not links.reachable(*key)
 
 
 @dataclass(eq=False, repr=False)
@@ -212,9 +221,9 @@ class PoisonWatch:
     # --- where a request may go -----------------------------------------------------------------------------
 
     def where(self, request: GenerationRequest) -> Where | None:
-        """Return the restriction of a request, or None if any worker may get it.
+        """Return a restriction of the workers to which a request may be sent, or None if any worker may get it.
 
-        Raise Held if the request must wait, and Poisonous if it is refused.
+        Raise Held if the request must wait. Raise Poisonous if the request is refused.
         """
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
@@ -229,7 +238,11 @@ class PoisonWatch:
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
         now = self._now()
-        record.fell = {key: fall for key, fall in record.fell.items() if self._down(key, fall, now)}
+        record.fell = {
+            key: fall
+            for key, fall in record.fell.items()
+            if counts_still(key, fall, now, self.settings, self.links)
+        }
         if record.fell:
             self._judge_falls(request, record, now)
         if now < record.refused_until:
@@ -238,18 +251,18 @@ class PoisonWatch:
             avoid = frozenset(key for keys in record.failed.values() for key in keys)
             return Where(avoid=avoid) if avoid else None
         if record.at is not None:  # a copy of the request is being tried
-            raise self._hold(record, now)
+            raise self._hold(record)
         late = record.held_since is not None and now - record.held_since > self.settings.alone_s
         return Where(avoid=self._records.tried_at(), waits=not late or record.together)
 
     def _judge_falls(self, request: GenerationRequest, record: Record, now: float) -> None:
-        """Declare a request poisonous if enough workers died while such requests ran on them.
+        """Declare a request poisonous if enough workers died while requests with the same fingerprint ran on them.
 
-        Raise Held if one died just now.
+        Raise Held if the last death was less than SETTLED_S ago.
         """
         falls, settings = record.fell.values(), self.settings
         if now - max(fall.at for fall in falls) < SETTLED_S:
-            raise self._hold(record, now)
+            raise self._hold(record)
         suspicious = len(falls) + min(record.refusals, 1)
         if not record.together and suspicious > 1 + self._other_falls(now):
             reasons = [fall.reason for fall in falls]
@@ -257,19 +270,20 @@ class PoisonWatch:
             self._condemn(request, record, reasons[0], dict.fromkeys(record.fell, 0), refused_s)
 
     def hold(self, request: GenerationRequest) -> Held:
-        """Return the error for a request that has to wait, because no worker that its restriction permits is available."""
-        return self._hold(self._records.of(request), self._now())
+        """Return the error for a request that has to wait, because no worker permitted for it is available."""
+        return self._hold(self._records.of(request))
 
-    def _hold(self, record: Record | None, now: float) -> Held:
+    def _hold(self, record: Record | None) -> Held:
+        """Record that a request has to wait, and return the error for it."""
         self._held = True
         if record is not None and record.held_since is None:
-            record.held_since = now
+            record.held_since = self._now()
         return Held()
 
     # --- the course of a request ----------------------------------------------------------------------------
 
     def sent(self, request: GenerationRequest, endpoint: Endpoint, slot: int) -> None:
-        """Record that a request was sent to a worker. `slot` is the attempt's number in the slot tracker."""
+        """Record that a request was sent to a worker. `slot` is the attempt's number in `ActiveSequences`."""
         records, sketch = self._records, request.names.sketch
         record = records.of(request) if records else None
         if record is not None and record.suspected:
@@ -286,7 +300,10 @@ class PoisonWatch:
                 self._flights[sketch] = Flight(endpoint, {slot})
 
     def read(self, request: GenerationRequest, key: Key) -> None:
-        """Record that a request has produced a token on this worker, which proves its fingerprint harmless."""
+        """Record that a request has produced a token on a worker.
+
+        This proves requests with the same fingerprint harmless.
+        """
         self.breakers.outcomes(key).worked_at = self._now()
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
@@ -308,7 +325,7 @@ class PoisonWatch:
     def left(self, request: GenerationRequest, slot: int) -> None:
         """Record that an attempt no longer runs, whatever its outcome.
 
-        `slot` is the attempt's number in the slot tracker.
+        `slot` is the attempt's number in `ActiveSequences`.
         """
         records, sketch = self._records, request.names.sketch
         if (flight := self._flights.get(sketch)) is not None:
@@ -329,7 +346,7 @@ class PoisonWatch:
 
     def fell(self, request: GenerationRequest, endpoint: Endpoint, slot: int, reason: str) -> None:
         """Record that a worker died before this request had produced a token on it. This makes the request a suspect."""
-        record, key = self._records.keep(_fingerprint(request)), endpoint.key
+        record, key = self._records.keep(fingerprint(request)), endpoint.key
         record.together = bool(record.fell) and not (record.slot == slot and record.alone)
         known = key in record.fell
         record.fell[key] = Fall(self._now(), reason)
@@ -354,25 +371,25 @@ class PoisonWatch:
         self._fallen[key] = Fall(self._now(), reason)
 
     def _other_falls(self, now: float) -> int:
-        """Return how many workers died recently without an unproven request on them.
+        """Return how many workers died recently while no unproven request ran on them.
 
-        The result is at most OTHER_FALLS_MAX.
+        A request is unproven until it has produced a token. The result is at most OTHER_FALLS_MAX.
         """
         self._fallen = {key: fall for key, fall in self._fallen.items() if now - fall.at < OTHER_FALLS_S}
         suspected = {key for record in self._records.values() for key in record.fell}
         others = (
-            key for key, fall in self._fallen.items() if key not in suspected and self._down(key, fall, now)
+            key
+            for key, fall in self._fallen.items()
+            if key not in suspected and counts_still(key, fall, now, self.settings, self.links)
         )
         return min(sum(1 for _ in others), OTHER_FALLS_MAX)
 
-    def _down(self, key: Key, fall: Fall, now: float) -> bool:
-        """Return whether a worker's death is recent, and the same instance has not returned after a mere connection loss."""
-        if now - fall.at >= self.settings.remembered_s:
-            return False
-        return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
-
     def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
-        """Return whether a failure means that the worker died. `connected` states that the worker still reports its load."""
+        """Return whether a failure means that the worker died.
+
+        `one_stream` states that only this request's stream stalled. `connected` states that the worker still reports
+        its load.
+        """
         if reason != STUCK:
             return reason in FALLS
         worked_at = self.breakers.outcomes(key).worked_at
@@ -380,11 +397,11 @@ class PoisonWatch:
         return connected and not one_stream and worked
 
     def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
-        """Record that a request failed in this way on a worker that kept running and was blamed.
+        """Record that a request failed on a worker that kept running. `way` is the kind of failure.
 
-        Return whether the request is now poisonous.
+        Return `Suspicion.POISONOUS` if the request is poisonous now, otherwise `Suspicion.NONE`.
         """
-        record = self._records.keep(_fingerprint(request))
+        record = self._records.keep(fingerprint(request))
         there = record.failed.setdefault(way, {})
         there[key] = routed_under
         everywhere = len({worker for worker, _ in there}) > 1
@@ -394,10 +411,10 @@ class PoisonWatch:
         return Suspicion.POISONOUS
 
     def repeats(self, request: GenerationRequest, key: Key, way: "Way") -> bool:
-        """Return whether a request with this fingerprint already failed in this way on this worker, and none was
-        completed since.
+        """Return whether a request with this fingerprint has failed on this worker before, in the same way.
 
-        If true, the failure is no further evidence against the worker.
+        When a request with this fingerprint is completed, all failures before are forgotten. A repeated failure is no
+        further evidence against the worker.
         """
         record = self._records.of(request)
         return record is not None and key in record.failed.get(way, ())
@@ -405,8 +422,11 @@ class PoisonWatch:
     def _condemn(
         self, request: GenerationRequest, record: Record, reason: str, where: dict[Key, int], refused_s: float
     ) -> None:
-        """Declare a request poisonous: refuse its fingerprint for a while, report it, and undo the failures counted
-        against workers.
+        """Declare a request poisonous: refuse its fingerprint for a while, and report it.
+
+        `where` maps each worker on which the request failed to its `routed_under`, or to 0 if the worker died. The
+        request's last failure on each of these workers no longer counts against the worker. `refused_s` is the duration
+        of the first refusal; each further refusal lasts twice as long, up to a limit.
         """
         wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self.settings.refused_s_max)
         record.refusals += 1
@@ -439,8 +459,8 @@ class PoisonWatch:
 
     # --- reports of other frontends -------------------------------------------------------------------------
 
-    def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
-        """Apply a report of another frontend, or of this frontend before its restart.
+    def apply_report(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
+        """Apply a report that another frontend has published, or this frontend before its restart.
 
         `age_s` is the report's age in seconds.
         """
@@ -460,24 +480,20 @@ class PoisonWatch:
             record.fell, record.failed = {}, {}
 
 
-def _fingerprint(request: GenerationRequest) -> str:
-    return fingerprint(request.names.sketch, request.model, request.prompt, request.guided)
+def fingerprint(request: GenerationRequest) -> str:
+    """Return 32 hexadecimal digits that identify a request's model, prompt and output constraint.
 
-
-def fingerprint(sketch: int, model: str, prompt: Sequence[int], guided: dict[str, Any] | None) -> str:
-    """Return 32 hexadecimal digits that identify requests with the same model, prompt and output constraint, from any
-    client.
-
-    The first 16 digits are the prompt's `sketch`, the others are 64 bits of BLAKE2b. The prompt cannot be recovered
-    from a fingerprint, but a guess of the whole prompt can be confirmed.
+    The client does not matter. The first 16 digits are the prompt's `sketch` (a short hash), the others are 64 bits of
+    BLAKE2b. The prompt cannot be recovered from a fingerprint, but a guess of the whole prompt can be confirmed.
     """
-    exact = blake2b(json.dumps([model, guided], sort_keys=True, default=str).encode(), digest_size=8)
-    exact.update(array("Q", prompt).tobytes())
-    return f"{sketch & SKETCH_MASK:016x}{exact.hexdigest()}"
+    about = json.dumps([request.model, request.guided], sort_keys=True, default=str)
+    exact = blake2b(about.encode(), digest_size=8)
+    exact.update(array("Q", request.prompt).tobytes())
+    return f"{request.names.sketch & SKETCH_MASK:016x}{exact.hexdigest()}"
 
 
 def sketch_of(fingerprint: str) -> int:
-    """Return the sketch in a fingerprint. Raise ValueError if the fingerprint is invalid."""
+    """Return the sketch (short hash of the prompt) in a fingerprint. Raise ValueError if the fingerprint is invalid."""
     if len(fingerprint) != 32:
         raise ValueError("a fingerprint has 32 digits")
     found = int(fingerprint[:16], 16)

@@ -1,7 +1,7 @@
 """Dispatches HTTP requests to routes, on the API port and on the admin port.
 
-The server is bare aiohttp with a table of routes. The routing and middlewares of an `Application` would cost as much
-on every request as relaying thirty tokens.
+The server is bare aiohttp with a table of routes. For each request, the routing and middlewares of an aiohttp
+`Application` would cost as much as relaying thirty tokens.
 """
 
 import structlog
@@ -13,7 +13,7 @@ from controller.frontend.http.credentials import ApiKeys
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import refusal
 from controller.frontend.http.route_explanation import explain
-from controller.frontend.http.routes import ROUTES, route_of, templated
+from controller.frontend.http.routes import ROUTE_OF, ROUTES, templated
 from controller.frontend.openai.request_head import id_header
 from events.process import admin_guard
 from events.process.admin_guard import own_hosts
@@ -28,33 +28,30 @@ class Api:
     """Handles the HTTP requests of a frontend on its API port and on its admin port."""
 
     def __init__(self, director: Director) -> None:
-        """Serve requests through this director."""
+        """Serve requests through `director`, which contains the components of this frontend."""
         self.director = director
         self.openai = OpenAiEndpoints(director)
         key_file = director.settings.admin_key_file
         self._admin_keys = ApiKeys(key_file) if key_file else None
         self._hosts = own_hosts()
 
-    async def handle(self, request: web.BaseRequest, *, admin: bool = False) -> web.StreamResponse:
-        """Handle one request and return its response. `admin` states that it arrived on the admin port."""
-        cors = None if admin else self.openai.cors
-        if cors is None:
-            return await self._handle(request, admin=admin)
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Handle one request on the API port and return its response."""
+        cors = self.openai.cors
         asked = cors.preflight(request.headers) if request.method == "OPTIONS" else None
         response = await self._handle(request, admin=False) if asked is None else asked
         response.headers.update(cors.headers(request.headers.get("Origin", "")))
         return response
 
     async def _handle(self, request: web.BaseRequest, *, admin: bool) -> web.StreamResponse:
-        # aiohttp omits the body of the response
         # for HEAD, aiohttp omits the body of the response
         method = "GET" if request.method == "HEAD" else request.method
-        route = route_of(method, request.path)
+        route, keys = ROUTE_OF.get((method, templated(request.path))), self.openai.keys
         if route is not None and route.admin and not (admin or self.director.settings.admin_api):
             route = None
         try:
-            if not admin:
-                self._check_key(request)
+            if not admin and keys is not None and request.path not in OPEN_PATHS:
+                keys.check(request.headers.get("Authorization", ""))
             if route is None:
                 raise _nowhere(request)
             return await route.handler(self.openai, request)
@@ -68,29 +65,23 @@ class Api:
                 raise
             return refusal(internal(), id_header(request))
 
-    def _check_key(self, request: web.BaseRequest) -> None:
-        """Check the API key, if one is required. Raise ApiError (401) if it is missing or unknown."""
-        keys = self.openai.keys
-        if keys is not None and request.path not in OPEN_PATHS:
-            keys.check(request.headers.get("Authorization", ""))
-
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Handle one request on the admin port, which serves all routes except the routes of the OpenAI API."""
-        if why := self._refusal(request):
-            return refusal(ApiError(403, why, code="admin_refused"), {})
-        if (request.method, request.path) == ("POST", "/route"):
-            try:
-                return web.json_response(await explain(self.openai, request))
-            except ApiError as error:
-                return refusal(error, {})
         path = templated(request.path)
-        if path.startswith("/v1/") or any(route.api and route.path == path for route in ROUTES):
-            why = "this is the admin port; the API is on the frontend's own port"
-            return refusal(ApiError(404, why, code="unknown_url"), {})
-        return await self.handle(request, admin=True)
+        try:
+            if why := self._refusal(request):
+                raise ApiError(403, why, code="admin_refused")
+            if (request.method, path) == ("POST", "/route"):
+                return web.json_response(await explain(self.openai, request))
+            if path.startswith("/v1/") or any(route.api and route.path == path for route in ROUTES):
+                why = "this is the admin port; the API is on the frontend's own port"
+                raise ApiError(404, why, code="unknown_url")
+        except ApiError as error:
+            return refusal(error, {})
+        return await self._handle(request, admin=True)
 
     def _refusal(self, request: web.BaseRequest) -> str:
-        """Return why a request on the admin port is refused, or an empty string if it is permitted."""
+        """Return why a request on the admin port is refused, or an empty string if the request is permitted."""
         if why := admin_guard.refusal(request.headers, self._hosts):
             return why
         transport = request.transport

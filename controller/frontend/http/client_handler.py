@@ -1,4 +1,4 @@
-"""Client connections served by aiohttp, with limits on their number and on a head's arrival time.
+"""Client connections that aiohttp serves, with limits of their number and of the wait for a head.
 
     first byte of a head ── head_s ──▶ 408, unless the head is complete by then
     no request ── idle_s ──▶ closed: aiohttp's own timer
@@ -73,7 +73,10 @@ class OpenConnections:
             del self._by_address[address]
 
     def end(self, transport: asyncio.Transport, bound: str, error: ApiError) -> None:
-        """Send an error to a connection that exceeds a limit and has no request yet, then close the connection."""
+        """Send an error to a connection that exceeds a limit and has no request yet, then close the connection.
+
+        `bound` is the name under which the exceeded limit is counted.
+        """
         self._bounds.count(bound)
         transport.write(encoded_response(refusal(error, {"Connection": "close"})))
         transport.close()
@@ -88,13 +91,13 @@ def address_of(transport: asyncio.Transport) -> str:
 class BodyEnd:
     """Finds the end of one request's body in received bytes. Bytes after the end belong to the next request.
 
-    aiohttp's parser reads the same bytes and validates them. In a body that the parser will reject, no end is found.
+    aiohttp's parser reads the same bytes and validates them. If the parser will reject a body, no end is found.
     """
 
     __slots__ = ("_chunked", "_left", "_line", "_trailers", "whole")
 
     def __init__(self, length: int, chunked: bool) -> None:
-        """Start with a body of `length` bytes, or with a `chunked` body, which contains the sizes of its chunks."""
+        """Start before a body of `length` bytes. If `chunked` is true, the body itself contains the sizes of its chunks."""
         self.whole = not length and not chunked
         self._chunked = chunked
         self._left = 0 if chunked else length  # bytes left in the current chunk, including its line end
@@ -131,6 +134,9 @@ class BodyEnd:
         return end
 
 
+NO_BODY = BodyEnd(0, False)
+
+
 class ClientHandler(web.RequestHandler):
     """One client connection served by aiohttp, with limits on the size and arrival time of each request head."""
 
@@ -152,7 +158,7 @@ class ClientHandler(web.RequestHandler):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0  # received bytes of the current head
         self._head_tail = b""  # last bytes of the current head
-        self._body: BodyEnd | None = None  # the rest of the last request's body
+        self._body = NO_BODY  # the rest of the last request's body
         self._payload: StreamReader | None = None  # that body as the handler reads it
         self._unanswered = 0  # requests without a response yet, including invalid ones
         self._ahead = bytearray()
@@ -166,7 +172,10 @@ class ClientHandler(web.RequestHandler):
             super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes, within the limits of a head. The first byte of a head starts the timer of the head."""
+        """Process received bytes, and enforce the limits of a request head.
+
+        The first byte of a head starts the head's timer.
+        """
         if self._admitted is None or self._close or self._force_close:
             return
         if not data:  # aiohttp calls this without data when its parser has kept a part of a body
@@ -178,12 +187,10 @@ class ClientHandler(web.RequestHandler):
             self._read(data)
 
     def _read(self, data: bytes) -> None:
-        """Pass the bytes of one request to aiohttp, and keep the rest until that request has its response."""
+        """Pass the bytes of one request to aiohttp, and keep later bytes until that request is answered."""
         while data:
-            if self._body is not None:
+            if not self._body.whole:
                 end = self._body.take(data)
-                if self._body.whole:
-                    self._body = None
                 self._offer(data[:end])
             elif self._is_busy:
                 self._keep(data)
@@ -195,7 +202,7 @@ class ClientHandler(web.RequestHandler):
             data = data[end:]
 
     def _read_head(self, data: bytes) -> int:
-        """Pass the next head, or a part of a head, to aiohttp. Return its number of bytes."""
+        """Pass the next head, or a part of a head, to aiohttp. Return the number of bytes passed."""
         seen = self._head_tail + data
         found = seen.find(_END)
         end = len(data) if found < 0 else found + len(_END) - len(self._head_tail)
@@ -212,7 +219,7 @@ class ClientHandler(web.RequestHandler):
         return end
 
     def _offer(self, data: bytes) -> None:
-        """Pass bytes to aiohttp's parser, and start with the body if the bytes completed a head."""
+        """Pass bytes to aiohttp's parser. If the bytes complete a head, expect the body of that request next."""
         known = self._request_count
         super().data_received(data)
         if self._request_count != known:
@@ -234,7 +241,7 @@ class ClientHandler(web.RequestHandler):
         return bool(self._unanswered) or not (self._payload is None or self._payload.is_eof())
 
     def _read_ahead(self) -> None:
-        """Process the kept bytes if the previous request has its response."""
+        """Process the pipelined bytes that were kept, if the previous request is complete and answered."""
         if self._ahead and not self._is_busy:
             data, self._ahead = bytes(self._ahead), bytearray()
             self.data_received(data)
@@ -247,12 +254,12 @@ class ClientHandler(web.RequestHandler):
             self._pause_reading_for_buffer()
 
     def _resume_reading_for_buffer(self) -> None:
-        """Resume reading unless too much pipelined data is kept. aiohttp calls this when it starts a request."""
+        """Resume reading, unless too much pipelined data is kept. Called by aiohttp when it starts to handle a request."""
         if len(self._ahead) <= AHEAD_BYTES_MAX:
             super()._resume_reading_for_buffer()
 
     async def _handle_request(self, *given: Any) -> tuple[web.StreamResponse, bool]:
-        """Handle a request, then process the data that was kept for the next request."""
+        """Handle a request, then process the pipelined bytes that were kept meanwhile."""
         try:
             return await super()._handle_request(*given)
         finally:
@@ -265,7 +272,10 @@ class ClientHandler(web.RequestHandler):
         self._refuse("head_wait", ApiError(408, why, code="head_timeout"))
 
     def _refuse(self, bound: str, error: ApiError) -> None:
-        """Send an error for an exceeded limit and close the connection, unless it is closing already."""
+        """Send an error for an exceeded limit and close the connection, unless it is closing already.
+
+        `bound` is the name under which the exceeded limit is counted.
+        """
         if self._admitted is not None and not self._admitted.is_closing():
             self._clients.end(self._admitted, bound, error)
             self.force_close()
@@ -277,9 +287,10 @@ class ClientHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Respond to an invalid HTTP request, and close the connection.
+        """Return the response to an invalid HTTP request, and close the connection after it.
 
-        aiohttp's own response would quote the line that it cannot parse, which may contain an API key.
+        aiohttp's own response would quote the invalid line, which may contain an API key. Only internal errors get
+        aiohttp's own response.
         """
         response_of_aiohttp = super().handle_error(request, status, exc)  # aiohttp's method logs the error
         if status >= 500:
@@ -304,21 +315,21 @@ class ClientHandler(web.RequestHandler):
             super().connection_lost(exc)
 
 
-def _body_of(message: object) -> BodyEnd | None:
-    """Return the body expected after a head, or None if the request has no body. aiohttp's parser has validated its
-    lengths.
+def _body_of(message: object) -> BodyEnd:
+    """Return the `BodyEnd` of the body that follows a head.
+
+    aiohttp's parser has already validated the lengths in the head.
     """
     if not isinstance(message, RawRequestMessage):  # not a valid request
-        return None
-    body = BodyEnd(int(message.headers.get("Content-Length", 0)), message.chunked)
-    return None if body.whole else body
+        return NO_BODY
+    return BodyEnd(int(message.headers.get("Content-Length", 0)), message.chunked)
 
 
 class ClientServer(web.Server):
     """Creates a handler for each client connection of one port."""
 
     def __init__(self, handler: Handler, clients: OpenConnections, body_mb_max: int) -> None:
-        """Handle requests with `handler`, which is cancelled as soon as the client disconnects."""
+        """Handle requests with `handler`. The handling of a request is cancelled as soon as its client disconnects."""
         loop = asyncio.get_running_loop()
         make = partial(web.BaseRequest, loop=loop, client_max_size=body_mb_max * MIB)
         super().__init__(handler, request_factory=make, handler_cancellation=True)

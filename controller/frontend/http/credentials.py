@@ -1,6 +1,6 @@
 """The API keys and the TLS certificate of a frontend's ports, reloaded when their files change.
 
-    Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401 invalid_api_key
+    Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ key's name, or 401 invalid_api_key
 
 The file of API keys has one key per line, `key` or `name:key`. Blank lines and lines that begin with `#` are skipped.
 Only digests of the keys stay in memory, and only a key's name is ever shown. A new certificate applies to new
@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 class FileWatch:
-    """Detects that one of some files was changed or replaced, by inode, size and modification time."""
+    """Detects changes and replacements of files, by their inodes, sizes and modification times."""
 
     def __init__(self, *paths: Path | str) -> None:
         self._paths = [Path(path) for path in paths]
@@ -46,7 +46,7 @@ class FileWatch:
     def changed(self) -> bool:
         """Return whether a file has changed since the last check.
 
-        Return False while a file is missing, because it is being replaced.
+        A missing file counts as unchanged, because it is probably being replaced.
         """
         now = self._state()
         if now is None or now == self._seen:
@@ -143,7 +143,7 @@ class Tls:
     """The TLS context of both ports, with the certificate and private key from two files."""
 
     def __init__(self, certificate: Path | str, key: Path | str) -> None:
-        """Read both files. Raise BadSetting if TLS is not possible with them."""
+        """Read the certificate and the key. Raise BadSetting if TLS is not possible with these files."""
         self._certificate, self._key = certificate, key
         self._watch = FileWatch(certificate, key)
         try:
@@ -176,7 +176,10 @@ def _loaded(certificate: Path | str, key: Path | str) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Reject a private key with a password, because OpenSSL would prompt for the password on the terminal."""
+    """Raise ValueError, because the private key has a password.
+
+    OpenSSL calls this function for the password. Without it, OpenSSL would prompt on the terminal.
+    """
     raise ValueError("the private key has a password; provide one without a password")
 
 
@@ -198,13 +201,9 @@ def check_open_port(settings: FrontendSettings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, an address or a name, is reachable only from this machine."""
+    """Return whether a host, given as an address or a name, is reachable only from the local machine."""
     try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        pass
-    try:
-        found = socket.getaddrinfo(host or None, None, flags=0 if host else socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, None)
     except OSError:
         return False
     return all(ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

@@ -30,7 +30,7 @@ class Listeners:
     def __init__(self, api: Api, settings: FrontendSettings, admin: Handler | None = None) -> None:
         """Prepare to serve `api` on the hosts and ports of the settings. `open` starts listening.
 
-        `admin` handles requests on the admin port. Without it, that port serves the API's admin routes.
+        `admin` handles the requests on the admin port. If it is None, the admin port serves the admin routes of `api`.
         """
         self._settings = settings
         self._endpoints = api.openai
@@ -51,8 +51,8 @@ class Listeners:
     async def open(self) -> None:
         """Listen on the admin port, and bind the shared API port.
 
-        Until `accept`, the host's other frontends get all connections to the shared port. Raise SharedPortTaken if a
-        port is in use.
+        Until `accept` is called, the host's other frontends get all connections to the shared port. Raise
+        SharedPortTaken if a port is in use.
         """
         settings = self._settings
         await self._admin.setup()
@@ -70,10 +70,10 @@ class Listeners:
             port = settings.admin_port
             await admin.start()
         except OSError as error:
-            raise SharedPortTaken(f"port {port}: {error.strerror}. {SharedPortTaken.__doc__}") from error
+            raise _taken(port, error) from error
 
     async def accept(self) -> None:
-        """Accept connections on the shared API port. Raise SharedPortTaken if another process listens on it."""
+        """Accept connections on the shared API port. Raise SharedPortTaken if another process listens on this port."""
         if self._shared is None:
             return
         try:
@@ -84,9 +84,7 @@ class Listeners:
             await self._shared.start_serving()
             self._endpoints.listening = True
         except OSError as error:
-            raise SharedPortTaken(
-                f"port {self._settings.port}: {error.strerror}. {SharedPortTaken.__doc__}"
-            ) from error
+            raise _taken(self._settings.port, error) from error
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
@@ -126,10 +124,11 @@ class Listeners:
         self.aiohttp.pre_shutdown()
         await asyncio.gather(self._end_all(), self.aiohttp.shutdown(SHUTDOWN_S))
         await self._admin.cleanup()
-        await self._endpoints.close()
+        intake = self._endpoints.intake
+        await intake.close()
 
     async def _end_all(self) -> None:
-        """Let requests on the fast path finish and their responses be sent, then cancel the rest after SHUTDOWN_S."""
+        """Let the fast path finish its responses for up to SHUTDOWN_S, then cancel the rest."""
         loop = asyncio.get_running_loop()
         until = loop.time() + SHUTDOWN_S
         for connection in tuple(self.fast_path):
@@ -140,3 +139,7 @@ class Listeners:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+
+
+def _taken(port: int, error: OSError) -> SharedPortTaken:
+    return SharedPortTaken(f"port {port}: {error.strerror}. {SharedPortTaken.__doc__}")

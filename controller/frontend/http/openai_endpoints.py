@@ -3,18 +3,18 @@
 import asyncio
 import itertools
 import json
+from functools import partial
 
 import msgspec
 import structlog
 from aiohttp import web
 
 from controller.frontend.admission.admission import Reservation
-from controller.frontend.admission.deadlines import WantedRequest, WantedTokens
 from controller.frontend.director import Director
-from controller.frontend.errors import ApiError, internal, invalid, unavailable
+from controller.frontend.errors import ApiError, internal, invalid, shutting_down, unavailable
 from controller.frontend.http.credentials import ApiKeys
 from controller.frontend.http.responses import Cors, json_answer, refusal
-from controller.frontend.http.served_models import model_of
+from controller.frontend.http.served_models import chosen_model
 from controller.frontend.openai import request_head as heads
 from controller.frontend.openai.completion import (
     AdmittedRequest,
@@ -23,6 +23,7 @@ from controller.frontend.openai.completion import (
     refuse_unsupported,
 )
 from controller.frontend.openai.intake import UNSCANNED_BYTES, Intake, read_prompts
+from controller.frontend.openai.output_formats import FormatTable, check_formats
 from controller.frontend.openai.request_head import Head
 from controller.frontend.openai.request_parser import ParsedRequest, parse_body
 from controller.frontend.openai.sse import SseStream, StreamedResponse
@@ -30,9 +31,12 @@ from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.openai.writers import event
 from controller.frontend.request.routing_overrides import read_overrides
-from controller.router.endpoints import Lineage
+from controller.router.endpoints import EndpointGroup, Lineage
 from controller.router.selection.filter import NoWorker
 from events.blocks import BlockNames, seed
+from events.grammar.constraint import Constraint, constraint_of
+from events.grammar.refusals import GrammarRefused
+from events.json_types import Json
 
 TOKENIZER_RETRY_S = 30  # `Retry-After` in seconds if a tokenizer cannot be loaded
 
@@ -43,28 +47,27 @@ class OpenAiEndpoints:
     """Serves completion requests, and tracks the requests in progress."""
 
     def __init__(self, director: Director) -> None:
-        """Serve requests through this director."""
+        """Serve requests through `director`, which contains the components of this frontend."""
         self.director = director
         self._driver = director.driver
         self.tokens = ready_tokens  # loads a tokenizer by its name, or raises TokenizerMissing
         self.listening = False  # whether connections are accepted on the port that the host's frontends share
         self._over = False  # if true, all requests are refused
         self.intake = Intake(director.settings, director.metrics.bounds)
-        origins, key_file = director.settings.cors_origins, director.settings.api_key_file
-        self.cors = Cors(origins) if origins else None
+        key_file = director.settings.api_key_file
+        self.cors = Cors(director.settings.cors_origins)
         self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
         self.answering = 0  # requests between the parsing of their body and the end of their response
-        # requests that are admitted and tokenized, each with its stream, or None if it is not streamed
-        self.completions: dict[Completion, SseStream | None] = {}
-        self._unanswered = set[SseStream]()  # streams of requests that are queued or being tokenized
-        # finished streams with data that their clients have not read
-        self._unread: dict[SseStream, None] = {}
+        self.completions: dict[Completion, None] = {}  # requests that are admitted and tokenized
+        self._streams: dict[SseStream, None] = {}  # of requests in progress, also queued ones
+        self._unread: dict[SseStream, None] = {}  # finished, with data that clients have not read
         self._serial = itertools.count(1)
+        settings = director.settings
+        self._formats = FormatTable(settings.tool_call_parsers, settings.reasoning_parsers)
         self._admission = director.admission
         self._requests = director.metrics.requests
         self._counts = director.request_metrics
         self._tokenizer_ms = director.metrics.histograms.tokenizer_ms.of
-        self._slow_clients = director.metrics.faults.slow_clients
 
     @property
     def draining(self) -> bool:
@@ -98,7 +101,7 @@ class OpenAiEndpoints:
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
     ) -> web.Response | None:
-        """Handle a request. `given` is its body, or the request from which its body is read.
+        """Handle a request. `given` is the request's body, or the aiohttp request from which the body is read.
 
         Return the response to write, or None if the response was streamed.
         """
@@ -120,11 +123,10 @@ class OpenAiEndpoints:
             else:
                 parsed = await self.intake.parsed(head.endpoint, given)
             if parsed.unknown:
-                unknown_warning = heads.unknown_fields(parsed.unknown)
-                headers["Warning"] = f"{head.warning}, {unknown_warning}" if head.warning else unknown_warning
+                heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
             kind = "stream" if parsed.stream else "unary"
             if parsed.model not in self.director.table.known:
-                model = model_of(self.director, parsed.model)
+                model = chosen_model(self.director, parsed.model)
                 parsed = msgspec.structs.replace(parsed, model=model, called=parsed.model)
             model = parsed.model
             self._counts.active[model] += 1
@@ -161,12 +163,13 @@ class OpenAiEndpoints:
         if parsed.stream:
             if call.transport is None:
                 raise asyncio.CancelledError
-            limits = self.director.settings.stream
-            stream = SseStream(call, call.transport, limits, self._slow_clients)
-            self._unanswered.add(stream)
+            limits, cut_off = self.director.settings.stream, self.director.metrics.faults.slow_clients
+            stream = SseStream(call, call.transport, limits, cut_off)
+            self._streams[stream] = None
         try:
             completion, reservation = await self._admit(call, stream)
-        except BaseException as why:
+            error = await self._run(completion, reservation)
+        except Exception as why:  # after a cancellation, the server closes the connection itself
             if stream is None or not stream.started:
                 raise
             if not isinstance(why, ApiError):
@@ -176,8 +179,11 @@ class OpenAiEndpoints:
             return None, why
         finally:
             if stream is not None:
-                self._unanswered.discard(stream)
-        error = await self._run(completion, stream, reservation)
+                self._streams.pop(stream, None)
+                if stream.waiting:
+                    self._unread[stream] = None
+                else:
+                    stream.release()
         if stream is not None and (error is None or stream.started):
             return None, error
         if stream is None and completion.answers[0].endpoint is not None:
@@ -187,13 +193,22 @@ class OpenAiEndpoints:
         return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
     async def _admit(self, call: heads.Call, stream: SseStream | None) -> tuple[Completion, Reservation]:
-        """Admit a request.
+        """Admit a request. Return its answers as a Completion, and its reservation, which is released already.
 
-        Return it with its reservation, which is already released for its answers. Raise ApiError if it is refused.
+        The caller sends the answers' requests to workers in the same event-loop iteration. So no queued request can
+        take the released room. An answer that has to wait nevertheless reserves the same room again. Raise ApiError if
+        the request is refused.
         """
         routing, model, tier = self.director.routing, call.parsed.model, call.head.tier
         if self._admission.by_deadline:
-            admitted, reservation = await self._admit_by_deadline(call)
+            lineage = self._admission.look(call)
+            admitted = await self._admitted(call, lineage)
+            # an invalid request must not wait in the queue
+            prompts = [(len(prompt), names) for prompt, _, names in admitted.prompts]
+            most = max(answer_tokens(call.parsed, tokens, admitted.group) for tokens, _ in prompts)
+            reservation, until = await self._admission.enter(call, lineage, prompts, most)
+            reservation.free()
+            admitted = msgspec.structs.replace(admitted, first_token_by=until)
         else:
             reservation = await self._admission.admit(model, tier)
             try:
@@ -204,23 +219,6 @@ class OpenAiEndpoints:
         priority = 0 if admitted.first_token_by is None else routing.table.urgency(tier)
         return Completion(admitted, stream, priority, routing.limit(model)), reservation
 
-    async def _admit_by_deadline(self, call: heads.Call) -> tuple[AdmittedRequest, Reservation]:
-        """Admit a request by its deadline, and release its reservation for its answers.
-
-        Return both. Raise ApiError if it is refused.
-        """
-        head, parsed = call.head, call.parsed
-        client = head.asked.client(self.director.settings.admission.fairness_by, parsed.user)
-        wanted = WantedRequest(parsed.model, head.tier, head.asked, client, call.arrived, head.id)
-        lineage = self._admission.look(wanted)
-        admitted = await self._admitted(call, lineage)
-        # an invalid request must not wait in the queue
-        most = max(answer_tokens(parsed, len(prompt), admitted.group) for prompt, _, _ in admitted.prompts)
-        asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
-        reservation, until = await self._admission.enter(wanted, lineage, asked)
-        reservation.free()
-        return msgspec.structs.replace(admitted, first_token_by=until), reservation
-
     async def _admitted(self, call: heads.Call, lineage: Lineage) -> AdmittedRequest:
         """Tokenize a request's prompts and return the admitted request. Raise ApiError if the request is invalid."""
         parsed, director = call.parsed, self.director
@@ -228,8 +226,15 @@ class OpenAiEndpoints:
         try:
             tokens = await self.tokens_of(parsed.model, lineage)
             group = director.routing.group(parsed.model, lineage)
-            if parsed.guided or group.text_only:
+            if group.text_only:
                 refuse_unsupported(parsed, group)
+            reads = parsed.template_reads
+            if reads and tokens.template is not None and not tokens.template.reads(reads):
+                heads.add_warning(call.headers, heads.no_effect(reads))
+            formats = self._formats.of(parsed.model, tokens)
+            if parsed.tool_use is not None:
+                check_formats(parsed.tool_use, formats)
+            constraint = None if parsed.guided is None else await self._constraint(parsed.guided, group)
             prompts = await read_prompts(parsed, tokens, group.context_tokens, self.intake)
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
@@ -238,35 +243,40 @@ class OpenAiEndpoints:
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
         salt = seed(namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
-        return AdmittedRequest(call, lineage, named, group, tokens, next(self._serial))
+        return AdmittedRequest(call, lineage, named, group, tokens, formats, constraint, next(self._serial))
 
-    async def _run(
-        self, completion: Completion, stream: SseStream | None, room: Reservation
-    ) -> ApiError | None:
-        """Launch a request's answers and wait for their end. Return the error of the answers, or None if they succeeded.
+    async def _constraint(self, guided: Json, group: EndpointGroup) -> Constraint | None:
+        """Return a request's constraint as a grammar. A large one is converted in a thread.
+
+        If no grammar can express the constraint, return None for external servers, which may support it nevertheless.
+        Raise ApiError (400) for other engines.
+        """
+        try:
+            return await self.intake.long_texts.read(len(str(guided)), partial(constraint_of, guided))
+        except GrammarRefused as refused:
+            if group.engine == "openai":
+                return None
+            raise invalid(str(refused), next(iter(guided))) from refused
+
+    async def _run(self, completion: Completion, room: Reservation) -> ApiError | None:
+        """Launch a request's answers and wait for their end. Return the error of the answers, or None if all succeeded.
 
         The answers are cancelled when the client disconnects.
         """
         if self._over:
-            raise _shutting_down()
-        self.completions[completion] = stream
+            raise shutting_down()
+        self.completions[completion] = None
         try:
             self._driver.launch(completion.answers, completion, room)
             return await completion.over
-        except BaseException as why:  # whatever the reason, the answers are no longer read
+        except BaseException:  # whatever the reason, the answers are no longer read
             self._driver.cancel(completion.answers)
-            if isinstance(why, Exception) and stream is not None and stream.started:
-                stream.abort()  # the stream already has data: no HTTP error can follow
             raise
         finally:
             del self.completions[completion]
-            if stream is not None and stream.waiting:
-                self._unread[stream] = None
-            elif stream is not None:
-                stream.release()
 
     async def tokens_of(self, model: str, lineage: Lineage) -> Tokens:
-        """Return a model's tokenizer. Raise ApiError (503) if it cannot be loaded."""
+        """Return a model's tokenizer. Raise ApiError (503) if the tokenizer cannot be loaded."""
         try:
             return await self.tokens(lineage[1])
         except TokenizerMissing as error:
@@ -278,10 +288,9 @@ class OpenAiEndpoints:
         """Disconnect clients that have not read for too long, and reload changed API keys. Called every second."""
         if self.keys is not None:
             self.keys.refresh()
-        answered = [stream for stream in self.completions.values() if stream is not None]
-        for stream in [*answered, *self._unread]:
+        for stream in [*self._streams, *self._unread]:
             stream.check(now)
-        for stream in [*answered, *self._unanswered]:
+        for stream in list(self._streams):
             stream.await_token(now)
         for stream in [stream for stream in self._unread if not stream.waiting]:
             del self._unread[stream]
@@ -295,16 +304,12 @@ class OpenAiEndpoints:
         """Fail all requests in progress, and refuse queued and later requests."""
         self._over = True
         for completion in list(self.completions):
-            completion.finish(_shutting_down())
+            completion.finish(shutting_down())
             self._driver.cancel(completion.answers)
         self._admission.refuse_all()
 
-    async def close(self) -> None:
-        """Stop the processes that parse request bodies."""
-        await self.intake.close()
-
     def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
-        """Count a request that has ended.
+        """Count a request that has ended. `kind` is "stream" or "unary".
 
         An error after the first token counts as an error, although the HTTP status was 200.
         """
@@ -325,15 +330,9 @@ class OpenAiEndpoints:
             requests.refusals.labels(model, endpoint, error.refusal).inc()
 
 
-def _shutting_down() -> ApiError:
-    return unavailable("this frontend is shutting down", "draining", 1)
-
-
-def answer_headers(head: Head, cors: Cors | None) -> dict[str, str]:
+def answer_headers(head: Head, cors: Cors) -> dict[str, str]:
     """Return the headers that every response to this request has."""
     headers = {"X-Request-Id": head.id or heads.fresh_id()}
     if head.warning:
         headers["Warning"] = head.warning
-    if cors is not None:
-        headers |= cors.headers(head.origin)
-    return headers
+    return headers | cors.headers(head.origin)

@@ -38,7 +38,7 @@ class Cors:
     """Cross-origin resource sharing: decides which web pages may use the API, by their origin."""
 
     def __init__(self, origins: Collection[str]) -> None:
-        """Allow these origins, such as https://app.example.com; `*` allows all."""
+        """Allow these origins, such as https://app.example.com; `*` allows all. Without origins, CORS is off."""
         self._any = "*" in origins
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
 
@@ -54,8 +54,8 @@ class Cors:
         }
 
     def preflight(self, headers: Mapping[str, str]) -> web.Response | None:
-        """Return the response to a CORS preflight request, or None if the request is not one."""
-        if "Access-Control-Request-Method" not in headers:
+        """Return the response to a CORS preflight request. Return None for other requests, or if CORS is off."""
+        if not self._origins or "Access-Control-Request-Method" not in headers:
             return None
         allowed = self.headers(headers.get("Origin", ""))
         if not allowed:

@@ -49,11 +49,11 @@ class RoutingQuestion(BaseModel):
 
 
 async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[str, object]:
-    """Return the worker that would get a prompt, the cost of each candidate by term, and why other workers are no
-    candidates.
+    """Return the worker that would get a prompt, and why: the parts of each candidate's cost.
 
-    The request's body is a `RoutingQuestion` as JSON. Raise ApiError: 400 if the body is invalid, 404 if no worker
-    serves the model, 503 if no worker can serve the prompt now.
+    Also return why the other workers of the model are not candidates. The request's body is a `RoutingQuestion` as
+    JSON. Raise ApiError: 400 if the body is invalid, 404 if no worker serves the model, 503 if no worker can serve the
+    prompt now.
     """
     director = endpoints.director
     scheduler, models = director.routing, director.table.models
@@ -74,9 +74,7 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
             model=model,
             lineage=lineage,
             prompt=prompt,
-            prompt_text="",
             sampling=Sampling(max_tokens=1),
-            guided=None,
             deterministic=True,
             names=BlockNames(prompt, seed(namespace=question.cache_salt)),
             cache_salt=question.cache_salt,
@@ -85,15 +83,13 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
         found = scheduler.shortlist(plan)
     except NoWorker as error:
         raise unavailable(str(error), error.code, 1) from error
-    drawn = (
-        ", drawn at random with a preference for lower cost"
-        if settings.mode == "kv" and settings.temperature > 0
-        else ""
-    )
+    why = WHY[settings.mode]
+    if settings.mode == "kv" and settings.temperature > 0:
+        why += ", drawn at random with a preference for lower cost"
     others = [endpoint for endpoint in models.get(model, ()) if endpoint not in found]
     return explained(scheduler.choose(found, plan)) | {
         "model": model,
-        "why": WHY[settings.mode] + drawn,
+        "why": why,
         "known": scheduler.state.known,
         "left_out": [
             {"worker": endpoint.worker, "why": _why_not(director, endpoint, lineage)} for endpoint in others

@@ -103,12 +103,7 @@ ROUTES = (
     Route("GET", "/live", status_endpoints.live, "Return 200 while the process is alive.", api=False),
     Route("GET", "/metrics", status_endpoints.metrics, "Return the metrics in Prometheus format.", media=(TEXT,), api=False),
 )  # fmt: skip
-_BY_PATH = {(route.method, route.path): route for route in ROUTES}
-
-
-def route_of(method: str, path: str) -> Route | None:
-    """Return the route for this method and path, or None if there is none."""
-    return _BY_PATH.get((method, path)) or _BY_PATH.get((method, templated(path)))
+ROUTE_OF = {(route.method, route.path): route for route in ROUTES}
 
 
 def templated(path: str) -> str:

@@ -20,7 +20,7 @@ class ModelEntry(msgspec.Struct):
 
 
 def not_served(director: Director, model: str) -> ApiError:
-    """Return the error for a model that no worker serves now: 503 if a worker may serve it soon, otherwise 404."""
+    """Return the error for a model that no worker serves now: 503 if a worker may serve the model soon, otherwise 404."""
     if director.beginning:
         return starting()
     retry_s, unnamed = director.settings.retry_after_s, director.table.unnamed
@@ -33,9 +33,9 @@ def not_served(director: Director, model: str) -> ApiError:
 
 
 def model_of(director: Director, name: str) -> str:
-    """Return the known model for a name: the model's own name, an alias, or another name that its servers report.
+    """Return the known model for a name: the model's own name, an alias, or a name that its servers report.
 
-    Raise ApiError if no worker serves the model: 503 if one may serve it soon, otherwise 404.
+    Raise ApiError if no worker serves the model: 503 if a worker may serve the model soon, otherwise 404.
     """
     aliases, further = director.settings.model_aliases, director.table.further
     model = aliases.get(name, name)
@@ -57,7 +57,8 @@ def served_names(director: Director) -> dict[str, str]:
 def chosen_model(director: Director, name: str | None) -> str:
     """Return the known model of this name or, without a name, the only model that is served.
 
-    Raise ApiError: 404 or 503 if no worker serves the model, 400 if a name is required.
+    Raise ApiError: 404 or 503 if no worker serves the named model, 400 if `name` is missing and not
+    exactly one model is served.
     """
     if name:
         return model_of(director, name)
@@ -68,10 +69,10 @@ def chosen_model(director: Director, name: str | None) -> str:
 
 
 def group_of(director: Director, model: str) -> EndpointGroup:
-    """Return the workers of a known model to which new requests would be sent, whether in service or not.
+    """Return a known model's workers of the lineage (model revision and tokenizer) that new requests get.
 
-    If several lineages serve the model, the result is the first lineage with a routable worker. Raise ApiError (503)
-    if all workers of the model have left.
+    If the model has several lineages, this is the first one with a worker in service. The result also contains workers
+    that are out of service. Raise ApiError (503) if all workers of the model have left.
     """
     models = director.table.models
     endpoints = models.get(model, ())

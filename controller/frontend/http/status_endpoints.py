@@ -1,6 +1,6 @@
 """Endpoints for served models, version, health, metrics and busy thresholds.
 
-/busy_threshold reads and sets the load above which a model's workers count as busy, in Dynamo's format (dynamo-facts 7.4):
+/busy_threshold reads and sets the load above which a model's workers count as busy, in Dynamo's format:
 
     GET     the thresholds of every model that has any
     POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: given values are set, null leaves a value unchanged.
@@ -10,7 +10,6 @@ New values are written to the journal and apply on every frontend of the fleet. 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib import metadata
 
 import msgspec
@@ -24,7 +23,6 @@ from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import JSON, json_answer
 from controller.frontend.http.served_models import ModelEntry, model_entry, not_served, served_names
 from controller.frontend.openai.request_models import BusyThresholdBody
-from events.observations import BusyThresholdsSet
 from events.process.exposition import packed
 
 VERSION = metadata.version("holdfast")
@@ -44,7 +42,7 @@ class ModelList(msgspec.Struct):
 
 
 async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """List the served models. Raise ApiError (503) while this frontend does not know them yet."""
+    """List the served models. Raise ApiError (503) while this frontend does not know yet which models are served."""
     director = endpoints.director
     if not director.live and not director.table.served:
         raise starting()
@@ -53,7 +51,10 @@ async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.St
 
 
 async def model(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Describe a served model. Raise ApiError if no worker serves it: 503 if one may serve it soon, otherwise 404."""
+    """Describe a served model.
+
+    If no worker serves the model, raise ApiError: 503 if a worker may serve the model soon, otherwise 404.
+    """
     director, name = endpoints.director, request.path.removeprefix("/v1/models/")
     found = served_names(director).get(name)
     if found is None:
@@ -72,7 +73,7 @@ async def ping(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Stre
 
 
 async def health(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return whether requests can be served, with a message and the state of each worker."""
+    """Report the health of this frontend, with a message and the state of each worker. The HTTP status is 200 or 503."""
     monitor = endpoints.director.routing.monitor
     if endpoints.ready:
         status, message = "healthy", "serving requests"
@@ -112,7 +113,7 @@ async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -
         return _error(415, f"Expected request with `Content-Type: {JSON}`")
     try:
         body = BusyThresholdBody.model_validate(await endpoints.intake.parsed("json", request))
-        given = body.given
+        given = body.thresholds
     except ApiError as error:
         return _error(error.status, str(error))
     except ValidationError as error:
@@ -126,7 +127,7 @@ async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -
     if body.model not in director.table.known:
         name = quoted(body.model)
         return _error(404, f"Model '{name}' not found. Thresholds can only be set for discovered models.")
-    director.set_thresholds(BusyThresholdsSet(frontend="", model=body.model, **asdict(given)))
+    director.set_thresholds(body.model, given)
     return web.json_response(_shown(body.model, given.over(now)))
 
 

@@ -64,7 +64,7 @@ async def _tokenizer(endpoints: OpenAiEndpoints, name: str | None) -> tuple[Toke
 
 
 def _rendered(body: TokenizeRequest, tokens: Tokens) -> str:
-    """Return a conversation as the prompt that the model's chat template makes of it. Raise ApiError (400) if it cannot."""
+    """Render a conversation to a prompt with the model's chat template. Raise ApiError (400) if that is not possible."""
     if tokens.template is None:
         raise invalid("this model has no chat template; give a prompt", "messages", "no_chat_template")
     try:

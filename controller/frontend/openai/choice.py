@@ -12,14 +12,14 @@ from events.wire import Logprob
 
 
 class ResponseWriter:
-    """Accepts the tokens of one answer and discards them. Subclasses write the tokens to a client."""
+    """Accepts the tokens of one answer and discards them. Subclasses write the tokens to a client instead."""
 
     __slots__ = ()
     stopped = False  # a stop string has been reached
     reached = 0  # number of tokens that the client may already have received
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        """Accept tokens. Return how many were used: fewer than given if a stop string among them ends the answer.
+        """Accept tokens, and return how many of them were used: all, unless a stop string ends the answer.
 
         Raise InvalidOutput if a token is outside the vocabulary. No token is written in that case.
         """
@@ -27,6 +27,9 @@ class ResponseWriter:
 
     def write_text(self, text: str, tokens: int) -> None:
         """Accept text that an engine returned without tokens. `tokens` is the number of tokens that the text counts as."""
+
+    def end_at(self, token: int) -> None:
+        """Accept the stop token that ended the answer, which has no text."""
 
     def finish(self, reason: str) -> None:
         """Write the remaining text and the end of the answer. `reason` is OpenAI's finish_reason."""
@@ -58,5 +61,5 @@ class Choice(msgspec.Struct, eq=False):
     error: ApiError | None = None
 
     def __repr__(self) -> str:
-        """Return a representation without client content, because it may appear in logs."""
+        """Return a representation that may appear in logs, and therefore has no client content."""
         return f"<Choice of {self.request.id}>"

@@ -3,19 +3,24 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.openai import writers
 from controller.frontend.openai.choice import Choice, ResponseWriter
+from controller.frontend.openai.output_formats import OutputFormats, is_parsed, parser_of
+from controller.frontend.openai.parsed_writers import ParsedBufferedWriter, ParsedStreamingWriter
 from controller.frontend.openai.request_head import Call
-from controller.frontend.openai.request_parser import NO_DETAILS, ParsedRequest
+from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.sse import DONE, SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
+from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames
+from events.grammar.constraint import Constraint
 from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
@@ -33,33 +38,49 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     prompts: Sequence[tuple[list[int], str, BlockNames]]
     group: EndpointGroup  # the workers of the request's lineage at its admission
     tokens: Tokens  # the tokenizer of these workers
+    formats: OutputFormats  # the formats of the model's reasoning and tool calls
+    constraint: Constraint | None  # the request's constraint as a grammar, if it has one
     serial: int  # serial number in this frontend, which seeds sampling if the client sets no seed
     # deadline of the first token by the frontend's monotonic clock; None without admission by deadlines
     first_token_by: float | None = None
 
     @property
     def repeatable(self) -> bool:
-        """Whether any healthy worker would continue an answer with the same tokens as the worker that began the answer.
+        """Whether an answer gets the same tokens if another healthy worker continues it.
 
-        This is false for external servers unless sampling is greedy, because they restart their random numbers, and
-        do not count prompt tokens as output for penalties.
+        An external server that continues an answer receives the tokens so far as a part of the prompt. The server
+        restarts its random numbers, and applies presence and frequency penalties only to the tokens that it generates
+        itself. So this is false for external servers, unless sampling is greedy and without these penalties.
         """
         asked = self.call.parsed.sampling
         greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
         return greedy or self.group.engine != "openai"
 
-    def sampling(self, prompt_tokens: int, choice: int) -> Sampling:
-        """Return the sampling parameters for the answer with this index. Raise ApiError (400) if they exceed the context.
+    def grammar(self, prompt: str) -> AnswerGrammar | None:
+        """Return the grammar that constrains an answer to this prompt, or None if there is none."""
+        if self.constraint is None:
+            return None
+        reasoning = self.formats.reasoning
+        if reasoning is None:
+            return AnswerGrammar(constraint=self.constraint)
+        return AnswerGrammar(
+            constraint=self.constraint,
+            reasoning_start=reasoning.start,
+            reasoning_end=reasoning.end,
+            in_reasoning=reasoning.begins_in_reasoning(prompt),
+        )
 
-        Parameters that the client left out are set by the model's folder. With the openai engine they are left to the
-        server.
+    def sampling(self, prompt_tokens: int, choice: int) -> Sampling:
+        """Return the sampling parameters for the answer with the index `choice`.
+
+        Parameters that the client left out are set to the defaults in the model's folder. With the openai engine they
+        are left to the external server. Raise ApiError (400) if the request exceeds the context, or if its limits
+        contradict each other.
         """
         parsed, external = self.call.parsed, self.group.engine == "openai"
         asked = parsed.sampling
-        defaults: dict[str, float] = {}
-        if not external and self.tokens.defaults:
-            given = self.tokens.defaults
-            defaults = {name: given[name] for name in asked.unset if name in given}
+        given = None if external else self.tokens.defaults
+        defaults = {name: given[name] for name in asked.unset if name in given} if given else {}
         seed = asked.seed
         if asked.temperature > 0:
             # with Holdfast's own engines, a seed lets the random numbers continue after a migration
@@ -71,7 +92,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
             max_tokens=answer_tokens(parsed, prompt_tokens, self.group),
             seed=seed,
             logprobs=0 if parsed.logprobs is None else max(1, parsed.logprobs),
-            prompt_logprobs=parsed.logprobs if parsed.details.echo else None,
+            prompt_logprobs=parsed.logprobs if parsed.echo else None,
             unset=asked.unset if external else [],
             **defaults,
         )
@@ -85,17 +106,22 @@ class Completion:
     ) -> None:
         """Create the answers without sending them to workers.
 
-        `stream` is None for a response that is not streamed. `priority` is the priority at the worker. Raise ApiError
-        (400) if the request exceeds the context.
+        `stream` is None for a response that is not streamed. `priority` orders the answers at a worker; 0 is the best.
+        `migration_limit` is the number of attempts of each answer beyond the first. Raise ApiError (400) if the
+        request exceeds the context.
         """
         call = admitted.call
         self._parsed = parsed = call.parsed
         created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created)
+        self._formats = admitted.formats
+        special = parsed.special or is_parsed(parsed, admitted.formats)
+        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created, special)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
-        forbidden = "n_over_1" if parsed.n > 1 else "guided_decoding" if parsed.guided else ""
+        forbidden = "n_over_1" if parsed.n > 1 else ""
+        if parsed.guided and admitted.constraint is None:
+            forbidden = forbidden or "guided_decoding"
         for prompt, text, names in admitted.prompts:
             for choice in range(parsed.n):
                 request = GenerationRequest(
@@ -106,6 +132,7 @@ class Completion:
                     prompt_text=text,
                     sampling=admitted.sampling(len(prompt), choice),
                     guided=parsed.guided,
+                    grammar=None if parsed.guided is None else admitted.grammar(text),
                     deterministic=admitted.repeatable,
                     names=names,
                     tier=call.head.tier,
@@ -124,28 +151,25 @@ class Completion:
             stream.answers = self.answers
 
     def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
-        """Return the writer of the next answer. `accepted` is the list of the answer's tokens, which grows."""
-        format, wanted, context = self._format, self._parsed.details, writers.PLAIN
-        if wanted != NO_DETAILS:
-            echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
-            due = wanted.echo and self._parsed.logprobs is not None
-            context = writers.AnswerContext(wanted, prompt, echoed, self._silent, due, accepted)
+        """Return the writer of the next answer. `accepted` is the growing list of this answer's tokens."""
+        format, parsed, context = self._format, self._parsed, writers.PLAIN
+        if parsed.detailed:
+            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
+            context = writers.AnswerContext(prompt, echoed, accepted, parsed.echoes_logprobs)
+        index = len(self.answers)
+        if is_parsed(parsed, self._formats):
+            parser = partial(parser_of, parsed, self._formats, text, f"{format.request}-{index}")
+            if self.stream is None:
+                return ParsedBufferedWriter(format, context, parser)
+            return ParsedStreamingWriter(format, self.stream, index, context, parser())
         if self.stream is None:
             return writers.BufferedWriter(format, context)
-        return writers.StreamingWriter(format, self.stream, len(self.answers), context)
-
-    @property
-    def _silent(self) -> bool:
-        """Whether the client wants only the prompt.
-
-        Tokens that are generated only for the prompt's logprobs are not shown.
-        """
-        return self._parsed.max_tokens == 0
+        return writers.StreamingWriter(format, self.stream, index, context)
 
     # --- the end ------------------------------------------------------------------------------------------
 
     def ended(self, answer: Choice) -> None:
-        """Record that one answer has ended. The response ends with the last answer, or with the first answer that fails."""
+        """Record that one answer has ended. End the response if all answers have ended or this answer has failed."""
         self._left -= 1
         if answer.error is not None:
             self.finish(answer.error)
@@ -171,7 +195,7 @@ class Completion:
 
     def usage(self) -> dict[str, object]:
         """Return the token usage: the prompt tokens, and the accepted tokens of all answers, over all attempts."""
-        # plain loops: this runs with every flush, and generators take four times as long
+        # plain loops, because generators take four times as long
         made = read = cached = 0
         for answer in self.answers:
             made += len(answer.accepted)
@@ -179,18 +203,16 @@ class Completion:
         for answer in self.answers[:: self._parsed.n]:
             read += len(answer.request.prompt)
             cached += answer.cached_tokens or 0
-        total = writers.usage(read, 0 if self._silent else made)
+        total = writers.usage(read, 0 if self._parsed.silent else made)
         return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def body(self) -> dict[str, object]:
         """Return the response body of a request that is not streamed."""
-        parts = [
-            answer.writer for answer in self.answers if isinstance(answer.writer, writers.BufferedWriter)
-        ]
-        choices = [part.choice(index) for index, part in enumerate(parts)]
+        parts = enumerate(answer.writer for answer in self.answers)
+        choices = [part.choice(index) for index, part in parts if isinstance(part, writers.BufferedWriter)]
         name = "chat.completion" if self._parsed.chat else "text_completion"
         whole = self._format.response(name, choices) | {"usage": self.usage()}
-        if self._parsed.chat and self._parsed.details.token_ids:
+        if self._parsed.chat and self._parsed.token_ids:
             whole["prompt_token_ids"] = self.answers[0].request.prompt
         return whole
 
@@ -198,8 +220,8 @@ class Completion:
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:
     """Return the maximum number of tokens of the answer to a prompt of this length.
 
-    Raise ApiError (400) if no worker of the group has enough context for the request, or if the limits in the request
-    contradict each other.
+    Raise ApiError (400) if no worker of the group has enough context for the request, if `min_tokens` exceeds
+    `max_tokens`, or if an echo would have too many logprobs.
     """
     context, wanted = group.context_tokens, parsed.max_tokens
     room = context - prompt_tokens
@@ -211,27 +233,19 @@ def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGrou
     if wanted > room:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"
         raise invalid(message, "max_tokens", "context_length_exceeded")
-    echoed = parsed.logprobs is not None and parsed.details.echo
     each = (parsed.logprobs or 0) + 1
-    if echoed and prompt_tokens * each > ECHOED_LOGPROBS_MAX:
+    if parsed.echoes_logprobs and prompt_tokens * each > ECHOED_LOGPROBS_MAX:
         why = f"{prompt_tokens} prompt tokens with {each} each are more than {ECHOED_LOGPROBS_MAX}"
         raise invalid(f"logprobs: with echo, {why}", "logprobs")
     least = parsed.sampling.min_tokens
     if least > wanted:
         raise invalid(f"min_tokens {least} is more than max_tokens {wanted}", "min_tokens")
     # at least one token must be generated, because the prompt's logprobs arrive with a token
-    return max(1, wanted) if echoed else wanted
+    return max(1, wanted) if parsed.echoes_logprobs else wanted
 
 
 def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
-    """Raise ApiError (400) if the workers do not support an option of the request: constrained answers, logprobs or
-    token ids.
-    """
-    if parsed.guided and group.engine != "openai":
-        why = f"the {group.engine} engine does not support constrained answers"
-        raise unsupported(next(iter(parsed.guided)), why)
-    if group.text_only:
-        if parsed.logprobs is not None:
-            raise unsupported("logprobs", "this model's servers return text only")
-        if parsed.details.token_ids:
-            raise unsupported("return_token_ids", "this model's servers return text only")
+    """Raise ApiError (400) if the workers do not support an option of the request: logprobs or token ids."""
+    for name, wanted in (("logprobs", parsed.logprobs is not None), ("return_token_ids", parsed.token_ids)):
+        if wanted and group.text_only:
+            raise unsupported(name, "this model's servers return text only")

@@ -11,14 +11,14 @@ import sys
 import zlib
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import structlog
 from aiohttp import StreamReader, web
-from prometheus_client import CollectorRegistry
 
-from controller.frontend.errors import ApiError, invalid, too_long, unavailable, unsupported
+from controller.frontend.errors import ApiError, invalid, too_long, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
 from controller.frontend.openai.request_parser import ParsedRequest, bad_json, parse_body
@@ -47,28 +47,26 @@ COMMAND = (sys.executable, "-m", "controller.frontend.openai.parse_process")
 log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
 class BodyScan:
     """Counts the structural elements of a JSON body, slice by slice, before any object is built.
 
-    bytes ──▶ strings removed ──▶ names, lists and objects, texts, values ──▶ within the limits, or refused
+    bytes ──▶ strings counted and removed ──▶ names, values, lists and objects counted ──▶ within the limits, or refused
 
     A JSON decoder cannot be interrupted and takes up to a microsecond per value. So a body is refused as soon as a
     count exceeds its limit, usually long before the whole body has arrived. The scanner does not validate; the parser
-    rejects invalid JSON. The limits of the settings permit 10,000 messages of one part each.
+    rejects invalid JSON. The default limits permit 10,000 messages of one part each.
     """
 
-    __slots__ = ("_backslash", "_in_text", "_limits", "_quotes", "names", "nested", "size", "values")
-
-    def __init__(self, limits: AdmissionSettings) -> None:
-        self._limits = limits
-        # a backslash at the end of a slice, which escapes the first character of the next slice
-        self._backslash = b""
-        self._in_text = False
-        self._quotes = 0
-        self.size = 0
-        self.names = 0
-        self.nested = 0
-        self.values = 0
+    _limits: AdmissionSettings
+    # a backslash at the end of a slice, which escapes the first character of the next slice
+    _backslash: bytes = b""
+    _in_text: bool = False
+    _quotes: int = 0
+    size: int = 0
+    names: int = 0
+    nested: int = 0
+    values: int = 0
 
     @property
     def cheap(self) -> bool:
@@ -77,9 +75,9 @@ class BodyScan:
         return few and self.size <= CHEAP_BYTES
 
     def feed(self, piece: bytes) -> str:
-        """Count a slice of at most SLICE_BYTES.
+        """Count the elements in a slice of at most SLICE_BYTES.
 
-        Return the exceeded limit as a phrase, or an empty string if none is exceeded.
+        Return the exceeded limit as a phrase (`1000 names`), or an empty string if no limit is exceeded.
         """
         limits = self._limits
         self.size += len(piece)
@@ -118,7 +116,7 @@ class Intake:
 
     def __init__(self, settings: FrontendSettings, bounds: BoundMetrics | None = None) -> None:
         """Start without requests. `bounds` counts each refusal; if it is None, the counts are not exposed."""
-        self.bounds = bounds or BoundMetrics(CollectorRegistry())
+        self.bounds = bounds or BoundMetrics()
         self.long_texts = LongTexts(settings.tokenizing, self.bounds)
         limits = self._limits = settings.admission
         self._parsers = BodyParsers(limits, self.bounds)
@@ -142,7 +140,7 @@ class Intake:
         await self._parsers.close()
 
     async def scan(self, scan: BodyScan, piece: bytes) -> None:
-        """Count the elements in a piece of a body. Raise ApiError (400) if the body exceeds a limit of its structure."""
+        """Count the elements in a piece of a body. Raise ApiError (400) if the body has too many elements."""
         for at in range(0, len(piece), SLICE_BYTES):
             if too_much := scan.feed(piece[at : at + SLICE_BYTES]):
                 self.bounds.count("body_values")
@@ -177,9 +175,9 @@ class Intake:
             raise ApiError(408, why, code="body_timeout") from error
 
     async def _inflated(self, body: bytes, encoding: str, most: int) -> bytes:
-        """Decompress a body, in a thread if it is large.
+        """Decompress a body to at most `most` bytes, in a thread if it is large.
 
-        Raise ValueError if it is invalid, ApiError if it exceeds a limit.
+        Raise ValueError if the body is invalid, or ApiError if it exceeds a limit.
         """
         with suppress(DecompressedTooLarge):
             return inflated(body, encoding, min(most, SMALL_BYTES))
@@ -189,9 +187,10 @@ class Intake:
             raise self._too_large() from error
 
     async def _gathered(self, content: StreamReader, most: int, scan: BodyScan | None) -> bytes:
-        """Return a body that is still arriving.
+        """Receive a body of at most `most` bytes that is still arriving, and return it.
 
-        `scan` checks each piece at once, so that an excessive body is refused early.
+        `scan` checks each piece at once, so that an excessive body is refused early. Raise ApiError if a limit is
+        exceeded.
         """
         gathered = bytearray()  # not copied to bytes: that would take 20 ms for 45 MB
         size, all_most = 0, self._limits.bodies_mb_max * MIB
@@ -225,9 +224,8 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
     unknown.
     """
     if encoding not in _WINDOW:
-        raise ValueError(
-            f"unsupported encoding {encoding[:40]!r}: send the body uncompressed, or use gzip or deflate"
-        )
+        why = f"unsupported encoding {encoding[:40]!r}: send the body uncompressed, or use gzip or deflate"
+        raise ValueError(why)
     bare = encoding == "deflate" and data[:1] and data[0] & 0xF != 8  # many clients omit the zlib header
     window = -zlib.MAX_WBITS if bare else _WINDOW[encoding]
     if window > zlib.MAX_WBITS and most < int.from_bytes(data[-4:], "little") <= RATIO_MAX * len(data):
@@ -257,45 +255,65 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
 async def read_prompts(
     parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
 ) -> list[tuple[list[int], str]]:
-    """Return each prompt as tokens, and also as text if the client gave text.
+    """Return each prompt as tokens and as text.
 
-    `context` is the model's context length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is
-    invalid, 503 if too much text waits to be tokenized. Raise BadTemplate if the chat template refuses the messages.
+    The text is empty if the client gave token ids or requested truncated prompts. `context` is the model's context
+    length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is invalid, 503 if too much text waits
+    to be tokenized. Raise BadTemplate if the chat template refuses the messages.
     """
     bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
     if bias and (highest := max(bias)) >= tokens.size:
         raise invalid(f"logit_bias: the token {highest} is not below {tokens.size}", "logit_bias")
     prompts = [_rendered(parsed, tokens.template)] if chat else parsed.prompts or []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
+    if parsed.truncate is None:
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
     # A request with a cache salt does not share cached text, because its tokenization time would reveal whether the
     # text was seen before.
     shared, threads, out = not parsed.cache_salt, intake.long_texts, []
     for prompt in prompts:
         if isinstance(prompt, str):
             read = await tokens.encode_soon(prompt, threads, special=not chat, shared=shared)
-            out.append((read, prompt))
+            if parsed.truncate is None:
+                out.append((read, prompt))
+            else:
+                out.append((_truncated(read, parsed, context), ""))
         else:
-            out.append((_token_ids(prompt, tokens.size, context), ""))
+            given = prompt if parsed.truncate is None else _truncated(prompt, parsed, context)
+            out.append((_token_ids(given, tokens.size, context), ""))
     if not chat and not all(prompt for prompt, _ in out):
         raise invalid("prompt must not be empty", "prompt")
     return out
 
 
 def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
-    """Return a chat rendered by the model's template. Raise ApiError (400) if the model has none, or BadTemplate."""
+    """Return a chat as a prompt, rendered by the model's chat template.
+
+    Raise ApiError (400) if the model has no template. Raise BadTemplate if the template refuses the messages.
+    """
     if template is None:
         message = "this model has no chat template; use /v1/completions"
         raise invalid(message, "messages", "no_chat_template")
-    if parsed.template_reads and not template.reads(parsed.template_reads):
-        raise unsupported(parsed.template_reads, "this model's chat template does not read it")
-    return template.render(parsed.messages or (), **(parsed.template_extra or {}))
+    render = template.render_continued if parsed.continues else template.render
+    return render(parsed.messages or (), **(parsed.template_extra or {}))
+
+
+def _truncated(prompt: list[int], parsed: ParsedRequest, context: int) -> list[int]:
+    """Return the last tokens of a prompt: as many as the client requested.
+
+    If the requested number is negative, return as many as fit into the context together with `max_tokens`.
+    """
+    most = parsed.truncate or 0
+    if most < 0:
+        most = context - (parsed.max_tokens or 1)
+    return prompt[-most:] if most > 0 else []
 
 
 def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
-    """Refuse a text that certainly exceeds the context with ApiError (400), because tokenizing takes a second per
-    megabyte.
+    """Raise ApiError (400), which names the field `param`, if a text is certainly too long for the context.
+
+    Such a text is not tokenized, because that would take a second per megabyte.
     """
     if len(text) < context:  # the common case: a token has at least one character
         return
@@ -306,7 +324,7 @@ def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param
 
 
 def _token_ids(given: list[int], size: int, context: int) -> list[int]:
-    """Return a valid prompt of token ids. Raise ApiError (400) otherwise.
+    """Return a prompt of token ids unchanged. Raise ApiError (400) if it is not valid.
 
     A prompt that is too long is refused before its ids are checked, because checking millions would block the event
     loop.
@@ -340,7 +358,7 @@ class BodyParsers:
     async def parse(self, name: str, body: bytes) -> Any:
         """Return the result of the parser with this name for a body.
 
-        Raise ApiError: 400 if it is invalid, 503 above a limit.
+        Raise ApiError: 400 if the body is invalid, 503 if a limit is exceeded.
         """
         most, size = self._settings.bodies_mb_max * MIB, len(body)
         if self.waiting_bytes and self.waiting_bytes + size > most:
@@ -364,8 +382,8 @@ class BodyParsers:
                 for _ in range(2):  # the process may have died before this body
                     try:
                         return await process.parse(name, body)
-                    except (OSError, asyncio.IncompleteReadError) as error:
-                        log.warning("body_parser_failed", why=type(error).__name__)
+                    except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
+                        log.warning("body_parser_failed", why=str(error) or type(error).__name__)
         except TimeoutError as error:
             raise self._refusal("queue_timeout", f"the body was not parsed within {limit_s:g} s") from error
         raise self._refusal("queue_full", "the process that parses bodies has ended")
@@ -390,7 +408,8 @@ class _ParserProcess:
     async def parse(self, name: str, body: bytes) -> bytes:
         """Return the encoded outcome of parsing a body. The process is killed if the caller is cancelled.
 
-        Raise OSError or IncompleteReadError if the process has ended.
+        Raise OSError or IncompleteReadError if the process has ended, or RuntimeError if uvloop has already closed
+        the pipe to the process.
         """
         try:
             process = await self._running()
@@ -402,9 +421,6 @@ class _ParserProcess:
                 await process.stdin.drain()
             (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
             return await process.stdout.readexactly(size)
-        except RuntimeError as error:  # raised by uvloop for a pipe that it has already closed
-            await self.end()
-            raise BrokenPipeError(str(error)) from error
         # the process is killed, so that a late outcome is not read as the outcome of the next body
         except BaseException:
             await self.end()
@@ -419,7 +435,7 @@ class _ParserProcess:
         return self._process
 
     async def end(self) -> None:
-        """Kill the process if it runs, and wait for its end."""
+        """Kill the process if it is running, and wait until it has ended."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -1,6 +1,7 @@
 """A process that parses large request bodies, so that they do not block a frontend's event loop.
 
-    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of the parsed request or its 400
+    stdin:   size (4 bytes, little-endian), parser (1 byte), body
+    stdout:  size, MessagePack of the parsed request or of its rejection (400)
 
 The process exits at the end of its input. The frontend kills the process if one body takes too long.
 """
@@ -22,21 +23,21 @@ NICENESS = 5  # lower priority than the frontend, so that running streams have p
 
 
 def parse(name: str, body: bytes) -> bytes:
-    """Parse one body. Return the encoded outcome: the parsed request, or its rejection."""
-    result, rejection = None, None
+    """Parse a body with the parser `name`. Return the encoded outcome: the parsed request, or its rejection."""
     try:
-        result = parse_body(name, body)
+        return msgspec.msgpack.encode((parse_body(name, body), None))
     except ApiError as error:
         rejection = (str(error), error.code, error.param)
-    try:
-        return msgspec.msgpack.encode((result, rejection))
     except OverflowError:  # MessagePack has no integers above 64 bits
-        why = "a number in the body has more than 64 bits"
-        return msgspec.msgpack.encode((None, (why, "invalid_value", None)))
+        rejection = ("a number in the body has more than 64 bits", "invalid_value", None)
+    return msgspec.msgpack.encode((None, rejection))
 
 
 def outcome(name: str, encoded: bytes) -> Any:
-    """Return the parsed request of an encoded outcome. Raise ApiError (400) if the outcome is a rejection."""
+    """Return the parsed request that `parse` has encoded. Raise ApiError (400) if a rejection is encoded instead.
+
+    `name` is the parser that was used.
+    """
     rejected = tuple[str, str, str | None]  # the 400 of an invalid body: message, code, param
     result, rejection = msgspec.msgpack.decode(encoded, type=tuple[msgspec.Raw, rejected | None])
     if rejection is not None:

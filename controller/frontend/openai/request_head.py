@@ -6,7 +6,7 @@ requests are admitted by deadlines:
     X-Holdfast-TTFT-Deadline-Ms, x-llm-d-slo-ttft-ms             milliseconds from the request's arrival to its first token
     X-Holdfast-Queue-TTL-Ms, x-llm-d-inference-ttl (1.5s)        the longest wait in the queue
     X-Holdfast-Client, x-llm-d-inference-fairness-id             the client: the clients of a tier share workers fairly
-    X-Stainless-Retry-Count                                      previous attempts of OpenAI's client
+    X-Stainless-Retry-Count                                      number of previous attempts, set by OpenAI's client
 
 If two headers with the same meaning are given, Holdfast's own has precedence. An invalid header is refused, not
 silently ignored.
@@ -17,7 +17,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 
@@ -66,9 +65,9 @@ class AdmissionHeaders(msgspec.Struct, frozen=True):
     retries: int = 0
 
     def client(self, by: Iterable[FairnessKey], user: str) -> str:
-        """Return the client of a request for fair queueing: the first of these keys that the request has.
+        """Return the client of a request for fair queueing: the first of the keys in `by` that the request has.
 
-        Return an empty string without any of these keys, so that such requests share one client.
+        All requests without any of these keys share one client, the empty string.
         """
         given: Mapping[FairnessKey, str] = {"header": self.header, "api_key": self.api_key, "user": user}
         return next((f"{kind}:{given[kind]}" for kind in by if given[kind]), "")
@@ -110,9 +109,13 @@ class Call(msgspec.Struct):
 def read_head(
     endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
-    """Parse the parts of a head that cannot be invalid. Overrides and admission headers are left at their defaults."""
+    """Return a request's head, with default values for the routing overrides and the admission headers.
+
+    The headers of these two groups are not read, because their values may be invalid. Every value of any other header
+    is accepted. `keep` states that the client wants to keep its connection open after the response.
+    """
     priority = headers.get("X-Priority")
-    tier, known = tiers.asked(priority)
+    tier, known = tiers.tier_of(priority)
     warning = "" if known else f'299 - "unknown X-Priority {_printable(priority or "")}: served as {tier}"'
     id, trace, chunked = own_id(headers.get("X-Request-Id")), traceparent(headers), version >= (1, 1)
     key, origin = headers.get("Authorization", ""), headers.get("Origin", "")
@@ -122,18 +125,21 @@ def read_head(
 
 
 class HeadCache:
-    """Caches the last KEPT_MAX heads by their bytes. A lookup takes 0.06 µs, parsing a head takes 20 µs."""
+    """Caches the last KEPT_MAX parsed request heads by their bytes. A lookup takes 0.06 µs, parsing a head takes 20 µs."""
 
     def __init__(self, ours: RouterSettings, table: EndpointTable, *, by_deadline: bool = False) -> None:
-        """Start empty. The cache is cleared when the tiers of the table change."""
+        """Start empty. The cache is cleared when the tiers of the table change.
+
+        `ours` are this frontend's router settings. With `by_deadline`, the admission headers are read.
+        """
         self._table = table
         self._tiers: Tiers | None = None
         self._read_plain = partial(read_plain, ours, by_deadline)
 
     def read(self, raw: bytes) -> Head | None:
-        """Return the parsed head of a plain request from the cache or `read_plain`.
+        """Return the parsed head of a request: from the cache, or parsed by `read_plain`.
 
-        Return None if the request is not plain.
+        Return None if anything in the head is unusual or invalid.
         """
         if self._table.tiers is not self._tiers:
             self._tiers = self._table.tiers
@@ -142,7 +148,11 @@ class HeadCache:
 
 
 def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes) -> Head | None:
-    """Parse a head that ends with its empty line. Return None if anything about the request is unusual or invalid."""
+    """Parse a head. Return None if anything in the head is unusual or invalid.
+
+    `ours` are this frontend's router settings. With `by_deadline`, the admission headers are read. `raw` ends with the
+    empty line after the headers.
+    """
     if raw.count(b"\n") != raw.count(b"\r\n"):
         return None  # parsers disagree on where such a head ends
     parser = HttpRequestParser(None, None, READ_AHEAD, response_with_body=False)
@@ -156,14 +166,9 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
     except Exception:  # aiohttp will find the same error and answer the request
         return None
     endpoint = ENDPOINTS.get(message.path) if message.method == "POST" else None
-    odd = (
-        message.version != (1, 1)
-        or message.should_close
-        or message.upgrade
-        or upgraded
-        or "Expect" in headers
-    )
-    if endpoint is None or odd or length < 1 or message.chunked or message.compression:
+    odd = message.version != (1, 1) or message.should_close or message.upgrade or upgraded
+    special = length < 1 or message.chunked or message.compression or "Expect" in headers
+    if endpoint is None or odd or special:
         return None
     plain = read_head(endpoint, headers, (1, 1), tiers, keep=True)
     end = len(raw)
@@ -171,7 +176,7 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
 
 
 def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
-    """Return the parsed admission headers. Raise ApiError (400) that names the first invalid header."""
+    """Return the parsed admission headers. If a header is invalid, raise ApiError (400) that names the header."""
     found: dict[str, str] = {}
     for raw, value in headers:
         name = _SHOWN.get(raw.decode("latin-1").lower(), "")
@@ -180,14 +185,14 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
         if name:
             found[name] = value.decode("latin-1").strip()
     asked: dict[str, object] = {}
-    for name, (field, parse) in _ADMISSION.items():
+    for name, (field, parse, wanted) in _ADMISSION.items():
         if name not in found or field in asked:
             continue
         try:
             parsed = parse(found[name])
-        except ValueError as wanted:
+        except ValueError as error:
             text = "".join(c for c in found[name][:40] if c.isprintable())
-            raise invalid(f"the header {name} is {text!r}: expected {wanted}", name) from wanted
+            raise invalid(f"the header {name} is {text!r}: expected {wanted}", name) from error
         if parsed is not None:
             asked[field] = parsed
     if key := found.get("authorization", "").partition(" ")[2].strip():
@@ -197,56 +202,59 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
 
 def _client(given: str) -> str | None:
     if len(given) > CLIENT_CHARS_MAX:
-        raise ValueError(f"a name of at most {CLIENT_CHARS_MAX} characters")
+        raise ValueError
     return given or None
 
 
 def _milliseconds(given: str) -> float:
-    value = -1.0
-    with suppress(ValueError):
-        value = float(given)
+    value = float(given)
     if not 0 < value <= MS_MAX:
-        raise ValueError(f"milliseconds above 0 and at most {MS_MAX:.0f}")
+        raise ValueError
     return value / 1000
 
 
 def _duration(given: str) -> float | None:
-    seconds = go_duration(given)
-    if seconds is None or not 0 <= seconds <= MS_MAX / 1000:
-        raise ValueError("a duration such as 1.5s or 1500ms")
+    """Return the seconds of a duration in Go's format (`1m30s`, `1.5s`, `250ms`). Raise ValueError if it is invalid."""
+    if given != "0" and not _PARTS.fullmatch(given):
+        raise ValueError
+    seconds = sum(float(part[1]) * _UNITS_S[part[2]] for part in _PART.finditer(given))
+    if seconds > MS_MAX / 1000:
+        raise ValueError
     return seconds or None  # in llm-d, 0 means no limit
 
 
 def _retries(given: str) -> int:
     if not given.isascii() or not given.isdigit():
-        raise ValueError("a number")
+        raise ValueError
     return min(int(given[:9]), 1_000_000)
 
 
-_ADMISSION: dict[str, tuple[str, Callable[[str], str | float | None]]] = {
-    "X-Holdfast-Client": ("header", _client),
-    "x-llm-d-inference-fairness-id": ("header", _client),
-    "X-Holdfast-TTFT-Deadline-Ms": ("deadline_s", _milliseconds),
-    "x-llm-d-slo-ttft-ms": ("deadline_s", _milliseconds),
-    "X-Holdfast-Queue-TTL-Ms": ("line_s", _milliseconds),
-    "x-llm-d-inference-ttl": ("line_s", _duration),
-    "X-Stainless-Retry-Count": ("retries", _retries),
+_Row = tuple[str, Callable[[str], str | float | None], str]
+_CLIENT: _Row = ("header", _client, f"a name of at most {CLIENT_CHARS_MAX} characters")
+_WITHIN = f"milliseconds above 0 and at most {MS_MAX:.0f}"
+_ADMISSION: dict[str, _Row] = {
+    "X-Holdfast-Client": _CLIENT,
+    "x-llm-d-inference-fairness-id": _CLIENT,
+    "X-Holdfast-TTFT-Deadline-Ms": ("deadline_s", _milliseconds, _WITHIN),
+    "x-llm-d-slo-ttft-ms": ("deadline_s", _milliseconds, _WITHIN),
+    "X-Holdfast-Queue-TTL-Ms": ("line_s", _milliseconds, _WITHIN),
+    "x-llm-d-inference-ttl": ("line_s", _duration, "a duration such as 1.5s or 1500ms"),
+    "X-Stainless-Retry-Count": ("retries", _retries, "a number"),
 }
-"""The field of AdmissionHeaders that a header sets, and its parser. If two headers set one field, the first wins."""
+"""For each header: the field of AdmissionHeaders that it sets, its parser, and the values that the parser accepts.
+
+Of two headers for one field, the first here wins.
+"""
 _SHOWN = {name.lower(): name for name in (*_ADMISSION, "authorization")}
 
 
-def go_duration(text: str) -> float | None:
-    """Return the seconds of a duration in Go's format (`1m30s`, `1.5s`, `250ms`), or None if it is invalid."""
-    if text == "0":
-        return 0.0
-    if not _PARTS.fullmatch(text):
-        return None
-    return sum(float(part[1]) * _UNITS_S[part[2]] for part in _PART.finditer(text))
-
-
 def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
-    """Return the response headers that name the worker of a request's answers, and explain its choice if requested."""
+    """Return the response headers about the workers of a request's answers.
+
+    The headers name the worker of the first answer. If a worker of these answers is under suspicion,
+    and serves only as the last worker of its model, `X-Holdfast-Suspect` gives the reason. On request, the headers
+    explain why the worker of the first answer was chosen.
+    """
     endpoint = answers[0].endpoint if answers else None
     headers = {"X-Holdfast-Worker": _of_worker(endpoint.worker)} if endpoint is not None else {}
     for answer in answers:
@@ -273,7 +281,7 @@ def id_header(request: web.BaseRequest) -> dict[str, str]:
 def traceparent(headers: "CIMultiDictProxy[str]") -> str:
     """Return the request's trace as a version 00 traceparent (W3C Trace Context).
 
-    Return an empty string without the header, or if the header is malformed (§3.2.2: such a header is ignored).
+    Return an empty string if the header is missing or malformed (§3.2.2: a malformed header is ignored).
     """
     given = headers.getall("traceparent", ())
     found = _TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
@@ -292,12 +300,23 @@ def unknown_fields(names: Sequence[str]) -> str:
     return f'299 - "unknown fields, ignored: {", ".join(shown)}{more}"'
 
 
+def no_effect(name: str) -> str:
+    """Return the value of a Warning header that names a field which the model's chat template does not read."""
+    return f'299 - "no effect, because the chat template does not read it: {name}"'
+
+
+def add_warning(headers: dict[str, str], warning: str) -> None:
+    """Add a value to the Warning header of a response."""
+    before = headers.get("Warning")
+    headers["Warning"] = f"{before}, {warning}" if before else warning
+
+
 def _printable(name: str) -> str:
     return "".join(c for c in name[:NAME_MAX] if c.isascii() and c.isprintable() and c not in '"\\')
 
 
 def own_id(given: str | None) -> str:
-    """Return the client's request id if it is usable, otherwise an empty string."""
+    """Return the client's request id if it is printable ASCII and not too long, otherwise an empty string."""
     if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
         return given
     return ""

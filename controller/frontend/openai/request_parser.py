@@ -6,7 +6,7 @@ refused (`request_models.py` has the tables).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -14,33 +14,34 @@ from pydantic import BaseModel, ValidationError
 
 from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.openai import request_models as models
+from events.grammar.constraint import NO_PARAMETERS, schema_of_required_tools
+from events.grammar.refusals import GrammarRefused
 from events.wire import Sampling
 
 B = TypeVar("B", bound=BaseModel)
+ToolChoice = Literal["auto", "required", "named"]
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Sampling fields for which a model may have its own defaults."""
-SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
-"""Body fields with the same meaning in Sampling."""
 _PLAIN_UNSET = {
     (False, False): [*DEFAULTED],
     (True, False): [*DEFAULTED[1:]],
     (False, True): [DEFAULTED[0], *DEFAULTED[2:]],
     (True, True): [*DEFAULTED[2:]],
 }
-"""The unset fields of a plain chat, by whether it has a temperature and a top_p."""
+"""The unset fields of a plain chat, by whether it has a temperature and a top_p. A table, because it is read per request."""
+SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
+"""Fields that have the same name and meaning in a request body and in `Sampling`."""
 
 
-class AnswerDetails(Struct, kw_only=True, frozen=True):
-    """Rarely used options that add details to an answer's text."""
+class ToolUse(Struct, frozen=True):
+    """The functions that an answer may call."""
 
-    echo: bool = False  # return the prompt before the text
-    token_ids: bool = False
-    usage: bool = False  # include the usage so far in every event
-
-
-NO_DETAILS = AnswerDetails()
+    schemas: dict[str, models.Json]  # the JSON schema of each function's arguments, by the function's name
+    choice: ToolChoice
+    name: str = ""  # of the function to call, if the choice is `named`
+    parallel: bool = True  # whether an answer may have several calls
 
 
 class ParsedRequest(Struct, kw_only=True, frozen=True):
@@ -57,18 +58,46 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     # are set later.
     sampling: Sampling
     stop: tuple[str, ...] = ()
+    include_stop: bool = False  # keep the stop string at the end of the answer
+    truncate: int | None = None  # tokens of the prompt that are used; -1: as many as fit
     logprobs: int | None = None  # number of top tokens shown; None if no logprobs are requested
     logprobs_by_id: bool = False  # whether tokens in logprobs are named by their ids
-    details: AnswerDetails = NO_DETAILS
+    # rarely used options that add details to an answer's text
+    echo: bool = False  # return the prompt before the text
+    token_ids: bool = False
+    special: bool = False  # show special tokens by their names
+    continuous_usage: bool = False  # include the usage so far in every event
     guided: models.Json | None = None
     cache_salt: str = ""  # cached prefixes are shared only with requests that have the same salt
+    tool_use: ToolUse | None = None  # None if the answer must not call a function
+    include_reasoning: bool = True  # whether the client receives the reasoning
     messages: list[models.Json] | None = None  # of a chat
+    continues: bool = False  # whether the answer continues the last message
     template_extra: models.Json | None = None  # variables for the chat template
-    # a field that the chat template must read, because the request is refused otherwise; empty if there is none
-    template_reads: str = ""
+    template_reads: str = (
+        ""  # a field that has no effect unless the chat template reads it; empty if there is none
+    )
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
     user: str = ""  # the end user, as named in the body
+
+    @property
+    def detailed(self) -> bool:
+        """Whether answers contain an echo of the prompt, token ids, or the token usage in each event."""
+        return self.echo or self.token_ids or self.continuous_usage
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the logprobs of the prompt are requested too."""
+        return self.echo and self.logprobs is not None
+
+    @property
+    def silent(self) -> bool:
+        """Whether the client requests only the prompt, with `max_tokens: 0`.
+
+        If the logprobs of the prompt are requested, one token is generated to obtain them, but is not shown.
+        """
+        return self.max_tokens == 0
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
@@ -98,18 +127,18 @@ _plain = msgspec.json.Decoder(models.PlainChat)
 
 
 def parse_body(kind: str, body: bytes) -> Any:
-    """Parse a body of this kind (a key of KINDS). Raise ApiError (400) that names the invalid field."""
+    """Parse a body of this kind (a key of KINDS). If a field is invalid, raise ApiError (400) that names the field."""
     return read_chat(body) if kind == "chat_completions" else KINDS[kind][0](read_json(body))
 
 
 def read_chat(body: bytes) -> ParsedRequest:
-    """Parse a chat body. Raise ApiError (400) that names the invalid field."""
+    """Parse a chat body. If a field is invalid, raise ApiError (400) that names the field."""
     plain = plain_chat(body)
     return _from_plain(plain) if plain is not None else parse_any_chat(read_json(body))
 
 
 def read_json(body: bytes) -> object:
-    """Decode a JSON body. Raise ApiError (400) if it is not JSON."""
+    """Decode a JSON body. Raise ApiError (400) if the body is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -117,41 +146,70 @@ def read_json(body: bytes) -> object:
 
 
 def parse_any_chat(data: object) -> ParsedRequest:
-    """Parse a decoded chat body that may have any field. Raise ApiError (400) that names the invalid field."""
+    """Parse a decoded chat body that may have any field. If a field is invalid, raise ApiError (400) that names the field."""
     body = validated(models.ChatBody, data)
     unknown = refuse(body.model_extra, models.REFUSED_BY_CHAT)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.continue_final_message and body.add_generation_prompt is not False:
+        why = "continue_final_message needs add_generation_prompt: false"
+        raise invalid(why, "continue_final_message")
     extra = dict(body.chat_template_kwargs or {})
-    if _tools(body):
-        extra.setdefault("tools", body.tools)
+    if body.tools:
+        extra.setdefault("tools", [tool.model_dump(exclude_unset=True) for tool in body.tools])
+    if body.documents:
+        extra.setdefault("documents", body.documents)
+    if body.add_generation_prompt is not None:
+        extra["add_generation_prompt"] = body.add_generation_prompt
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
+    tool_use = _tool_use(body)
     return _parsed(
         body,
         unknown,
         chat=True,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        tool_use=tool_use,
+        include_reasoning=body.include_reasoning is not False,
         messages=[plain_message(place, message) for place, message in enumerate(body.messages)],
+        continues=bool(body.continue_final_message),
         template_extra=extra or None,
         template_reads="" if body.reasoning_effort is None else "reasoning_effort",
     )
 
 
-def _tools(body: models.ChatBody) -> bool:
-    """Return whether the chat template has tools to show. Raise ApiError (400) if one of them could be called."""
-    if body.tools and body.tool_choice != "none":
-        raise unsupported(
-            "tools", 'tool calls are not supported; tools are accepted with tool_choice: "none"'
+def _tool_use(body: models.ChatBody) -> ToolUse | None:
+    """Return the functions that the answer may call, or None if it must not call any.
+
+    Raise ApiError (400) if the choice is not valid, or if it does not fit the tools.
+    """
+    choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
+    if choice == "none" or (not functions and choice in (None, "auto")):
+        return None
+    if not functions:
+        raise invalid("tool_choice: the request has no tools", "tool_choice")
+    schemas = {function.name: function.parameters or {} for function in functions}
+    if len(schemas) < len(functions):
+        raise invalid("tools: two functions have the same name", "tools")
+    parallel = body.parallel_tool_calls is not False
+    if choice in (None, "auto"):
+        return ToolUse(schemas, "auto", parallel=parallel)
+    if choice == "required":
+        return ToolUse(schemas, "required", parallel=parallel)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+        why = (
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
         )
-    if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "the request has no tools")
-    return bool(body.tools)
+        raise invalid(why, "tool_choice")
+    if name not in schemas:
+        raise invalid(f"tool_choice: there is no function {quoted(name)!r} among the tools", "tool_choice")
+    return ToolUse(schemas, "named", name, parallel)
 
 
 def parse_completion(data: object) -> ParsedRequest:
-    """Parse a decoded completions body. Raise ApiError (400) that names the invalid field."""
+    """Parse a decoded completions body. If a field is invalid, raise ApiError (400) that names the field."""
     body = validated(models.CompletionBody, data)
     unknown = refuse(body.model_extra, models.REFUSED_BY_COMPLETIONS)
     if body.max_tokens == 0 and not body.echo:
@@ -191,18 +249,19 @@ def _from_plain(chat: models.PlainChat) -> ParsedRequest:
     )
 
 
-def _parsed(
-    body: models.RequestBody, unknown: tuple[str, ...], *, echo: bool = False, **own: Any
-) -> ParsedRequest:
+def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> ParsedRequest:
     """Build a ParsedRequest from a validated body. Raise ApiError (400) if fields contradict each other.
 
-    `own` contains the fields that only one of the endpoints has, or that differ between them.
+    `own` contains the fields of the result in which chats and completions differ.
     """
     options = body.stream_options or models.StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
     if options.continuous_usage_stats and not options.include_usage:
         raise invalid("stream_options: continuous_usage_stats needs include_usage: true", "stream_options")
+    guided, calls = _guided(body), _guided_calls(own.get("tool_use"))
+    if guided and calls:
+        raise invalid(f"tool_choice: {next(iter(guided))} constrains the answer already", "tool_choice")
     named = (f"stream_options.{name}" for name in options.model_extra or ())
     user = (body.model_extra or {}).get("user")
     return ParsedRequest(
@@ -212,11 +271,13 @@ def _parsed(
         n=body.n or 1,
         sampling=_sampling(body),
         stop=_stops(body.stop),
+        include_stop=body.include_stop_str_in_output,
+        truncate=body.truncate_prompt_tokens,
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
-        details=AnswerDetails(
-            echo=echo, token_ids=bool(body.return_token_ids), usage=options.continuous_usage_stats
-        ),
-        guided=_guided(body),
+        token_ids=bool(body.return_token_ids),
+        special=body.skip_special_tokens is False,
+        continuous_usage=options.continuous_usage_stats,
+        guided=guided or calls,
         cache_salt=body.cache_salt or "",
         unknown=(*unknown, *(name for name in named if name not in models.IGNORED)),
         user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
@@ -245,24 +306,23 @@ def _stops(stop: object) -> tuple[str, ...]:
     if not all(stops):
         raise invalid("a stop string must not be empty", "stop")
     if (chars := sum(map(len, stops))) > models.STOP_CHARS_MAX:
-        raise invalid(
-            f"stop strings may have {models.STOP_CHARS_MAX} characters together, not {chars}", "stop"
-        )
+        why = f"stop strings may have {models.STOP_CHARS_MAX} characters together, not {chars}"
+        raise invalid(why, "stop")
     return tuple(stops)
 
 
 def _guided(body: models.RequestBody) -> models.Json | None:
-    """Return the constraint on the answer's form by the name of its field, or None if there is none.
+    """Return the constraint on the answer's form, or None if there is none.
 
-    Raise ApiError (400) if more than one field constrains the answer.
+    The result has one entry: the name and value of the field that contains the constraint. Raise ApiError (400) if
+    more than one field constrains the answer, or if the type of `response_format` is unknown.
     """
     found = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
     wanted = body.response_format
     if wanted is not None:
         if wanted.get("type") not in FORMS:
-            raise invalid(
-                f"response_format.type must be {', '.join(FORMS[:-1])} or {FORMS[-1]}", "response_format"
-            )
+            why = f"response_format.type must be {', '.join(FORMS[:-1])} or {FORMS[-1]}"
+            raise invalid(why, "response_format")
         if wanted["type"] != "text":
             found["response_format"] = wanted
     if len(found) > 1:
@@ -271,11 +331,25 @@ def _guided(body: models.RequestBody) -> models.Json | None:
     return found or None
 
 
-def plain_message(place: int, message: models.ChatMessage) -> models.Json:
-    """Return a message for the chat template, with its content as text or as text parts. Raise ApiError (400) if it is
-    invalid.
+def _guided_calls(use: ToolUse | None) -> models.Json | None:
+    """Return the constraint that forces an answer to call a function, or None if the answer need not call one.
 
-    `place` is the message's index.
+    Raise ApiError (400) if the schemas of the functions contradict each other.
+    """
+    if use is None or use.choice == "auto":
+        return None
+    if use.choice == "named":
+        return {"structured_outputs": {"json": use.schemas[use.name] or NO_PARAMETERS}}
+    try:
+        return {"structured_outputs": {"json": schema_of_required_tools(use.schemas)}}
+    except GrammarRefused as refused:
+        raise invalid(f"tools: {refused}", "tools") from refused
+
+
+def plain_message(place: int, message: models.ChatMessage) -> models.Json:
+    """Return a message for the chat template, with its content as text or as text parts.
+
+    `place` is the message's index. Raise ApiError (400) if the message is invalid.
     """
     extra, given, where = message.model_extra or {}, message.content, f"messages.{place}.content"
     content = [_text_part(part, where) for part in given] if isinstance(given, list) else given
@@ -295,7 +369,7 @@ def _text_part(part: models.Part, where: str) -> dict[str, str]:
 def _prompts(prompt: object) -> list[str | list[int]]:
     """Return the prompts of a completion request as a list.
 
-    The items of token lists are checked later, once their number is known to fit.
+    Token ids are not checked here, but later, once the length of their prompt is known to fit.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -307,13 +381,13 @@ def _prompts(prompt: object) -> list[str | list[int]]:
         return [prompt]
     if len(prompt) > models.N_MAX:
         raise invalid(f"at most {models.N_MAX} prompts", "prompt")
-    if not all(isinstance(one, str) for one in prompt) and not all(isinstance(one, list) for one in prompt):
+    if not any(all(isinstance(one, kind) for one in prompt) for kind in (str, list)):
         raise invalid("prompt must be text, token ids, or a list of these", "prompt")
     return list(prompt)
 
 
 def plain_chat(body: bytes) -> models.PlainChat | None:
-    """Return a chat body as a plain chat, or None if it has other fields or is not JSON."""
+    """Parse a chat body without unusual fields. Return None if the body has other fields or is not JSON."""
     try:
         found = _plain.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -322,7 +396,7 @@ def plain_chat(body: bytes) -> models.PlainChat | None:
 
 
 def parse_tokenize(data: object) -> TokenizeRequest:
-    """Parse a decoded body of /tokenize. Raise ApiError (400) that names the invalid field."""
+    """Parse a decoded body of /tokenize. If a field is invalid, raise ApiError (400) that names the field."""
     given = data if isinstance(data, dict) else {}
     chat = "messages" in given
     if chat and "prompt" in given:
@@ -349,7 +423,7 @@ def parse_tokenize(data: object) -> TokenizeRequest:
 
 
 def parse_detokenize(data: object) -> DetokenizeRequest:
-    """Parse a decoded body of /detokenize. Raise ApiError (400) that names the invalid field."""
+    """Parse a decoded body of /detokenize. If a field is invalid, raise ApiError (400) that names the field."""
     asked = validated(models.DetokenizeBody, data)
     return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
 
@@ -365,7 +439,7 @@ KINDS: dict[str, tuple[Callable[[object], object], type]] = {
 
 
 def validated(model: type[B], data: object) -> B:
-    """Validate a decoded body with this model. Raise ApiError (400) that names the invalid field."""
+    """Validate a decoded body with this model. If a field is invalid, raise ApiError (400) that names the field."""
     if not isinstance(data, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
     try:
@@ -381,14 +455,15 @@ def validated(model: type[B], data: object) -> B:
 
 
 def _is_type(step: int | str) -> bool:
-    """Return whether a step of pydantic's error path names a branch of a union, which is meaningless to a client."""
+    """Return whether a step of pydantic's error path names a branch of a union. Such a step means nothing to a client."""
     return isinstance(step, str) and (step in ("str", "int") or "[" in step)
 
 
 def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tuple[str, ...]:
-    """Return the names of the fields in `extra` that are neither refused nor ignored.
+    """Return the names of the unknown fields in `extra`: those that are neither refused nor ignored.
 
-    Raise ApiError (400) for the first of the `refused` fields with a value that is not harmless.
+    `refused` maps each refused field to its harmless values, which change nothing. Raise ApiError (400) for the first
+    refused field in `extra` with any other value.
     """
     given = extra or {}
     for name, value in given.items():

@@ -11,9 +11,9 @@ is exceeded, the client is disconnected.
 """
 
 import asyncio
-import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 
@@ -33,40 +33,32 @@ NO_TOKEN_YET = b": waiting for the first token\n\n"
 log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SseStream:
-    """Writes the streamed response to one request."""
+    """Writes the streamed response to one request on its connection, within the limits of the settings."""
 
-    __slots__ = (
-        "_call", "_cut_off", "_limits", "_moved_at", "_quiet_at", "_quiet_bytes", "_seen", "_transport", "_written",
-        "answers", "ended", "parts", "started",
-    )  # fmt: skip
+    _call: Call
+    transport: asyncio.Transport
+    _limits: StreamSettings
+    _cut_off: Counter  # counts clients disconnected because they do not read
+    # the response head names the workers on which the answers run when the head is sent
+    answers: Sequence[Choice] = ()
+    parts: list[bytes] = field(default_factory=list)
+    started: bool = False
+    ended: bool = False
+    _written: int = 0
+    _seen: int = 0  # bytes that had left our buffer at the last check
+    _moved_at: float | None = None  # time of the last progress; None while no data waits
+    # time of the request's arrival, or of the last comment before the first token
+    _quiet_at: float = field(init=False)
+    # bytes written by that time; while this equals `_written`, no token has been written
+    _quiet_bytes: int = 0
 
-    def __init__(
-        self, call: Call, transport: asyncio.Transport, limits: StreamSettings, cut_off: Counter
-    ) -> None:
-        """Respond to a request on its connection, within `limits`.
-
-        `cut_off` counts clients disconnected because they do not read.
-        """
-        self._call = call
-        self._transport = transport
-        self._limits = limits
-        self._cut_off = cut_off
-        # the response head names the workers on which the answers run when the head is sent
-        self.answers: Sequence[Choice] = ()
-        self._written = 0
-        self._seen = 0  # bytes that had left our buffer at the last check
-        self._moved_at: float | None = None  # time of the last progress; None while no data waits
-        # Time of the request's arrival, or of the last comment before the first token.
-        self._quiet_at = call.arrived
-        # bytes written by that time; while this equals `_written`, no token has been written
-        self._quiet_bytes = 0
-        self.parts: list[bytes] = []
-        self.started = False
-        self.ended = False
+    def __post_init__(self) -> None:
+        self._quiet_at = self._call.arrived
 
     def end(self, last: bytes) -> None:
-        """Append the last part, and write everything."""
+        """Write the collected parts followed by `last`, and end the response."""
         self.parts.append(last)
         self.ended = True
         self.flush()
@@ -85,7 +77,7 @@ class SseStream:
             parts.insert(0, response_head(self._call.head, headers))
         payload = b"".join(parts)  # joined only once, because answers can be large
         parts.clear()
-        transport = self._transport
+        transport = self.transport
         if transport.is_closing():
             return
         transport.write(payload)
@@ -94,13 +86,12 @@ class SseStream:
             self._cut("the client does not read its response")
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
-        """Send an SSE comment, which clients ignore, when nothing else may be sent for a while."""
+        """Send an SSE comment, which clients ignore. Without it, the connection would look idle while no token arrives."""
         self.parts.append(comment)
         self.flush()
 
     def await_token(self, now: float) -> None:
-        """Send the head and a comment if no token has come for `early_head_s`, so that no proxy closes the connection as
-        idle.
+        """Send the head and a comment after `early_head_s` without a token, so that no proxy closes the connection.
 
         `now` is in monotonic seconds. The comment is repeated after each further `early_head_s` without a token.
         """
@@ -126,22 +117,16 @@ class SseStream:
         self._seen = left
 
     def _cut(self, why: str) -> None:
-        """Disconnect a client that does not read. This also cancels its request if that is still running."""
+        """Disconnect a client that does not read. The client's request is cancelled if it still runs."""
         if self.answers:
             log.warning("client_cut_off", request=self._call.id, why=why)
         self._cut_off.inc()
         self.abort()
 
     @property
-    def socket(self) -> socket.socket:
-        """The connection's socket."""
-        found: socket.socket = self._transport.get_extra_info("socket")
-        return found
-
-    @property
     def waiting(self) -> int:
         """Number of bytes that the client has not read yet."""
-        return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
+        return 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()
 
     def release(self) -> None:
         """Drop the references to the answers, so that a finished request is freed without the garbage collector."""
@@ -149,7 +134,7 @@ class SseStream:
 
     def abort(self) -> None:
         """Close the client's connection at once, and discard unsent data."""
-        self._transport.abort()
+        self.transport.abort()
 
 
 class StreamedResponse(web.StreamResponse):
@@ -178,7 +163,10 @@ def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
 
 @lru_cache(2)  # HTTP versions; formats the date only once per second
 def head_beginning(version: tuple[int, int], second: int) -> str:
-    """Return the part that is common to all response heads of this second (seconds since 1970, UTC)."""
+    """Return the first lines of a stream's response head: the status line, constant headers and the date.
+
+    `second` is the number of seconds since 1970, UTC.
+    """
     return (
         f"HTTP/{version[0]}.{version[1]} 200 OK\r\n"
         "Content-Type: text/event-stream; charset=utf-8\r\n"

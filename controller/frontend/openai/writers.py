@@ -2,13 +2,14 @@
 
 A writer accepts the tokens of a worker. It converts the tokens to text, ends at stop strings, and adds logprobs. With
 a byte-level vocabulary, and without stop strings, logprobs and details, an event is three byte strings. Two of these
-are constant, and the third is in a table. The events of many tokens are then one join, and no token is detokenized or
-encoded as JSON (`ByteTable` has the timings).
+are constant, and the third is the token's JSON text from a `ByteTable`. So the writer only joins byte strings, and no
+token is detokenized or encoded as JSON (`ByteTable` has the timings).
 
 Few clients request more than text (`AnswerContext`). The format of details is vLLM's: `token_ids` in a choice;
 `prompt_token_ids` with the first event, in the choice or, for a chat, next to it; `usage` next to the choice. An echo
-is sent in one event with the first token. With an echo and logprobs, the prompt's logprobs precede those of an
-attempt's first tokens, one for each prompt token. The first prompt token has no logprob, because nothing precedes it.
+is sent in one event with the first token. With an echo and logprobs, a worker returns one list of logprobs with an
+attempt's first tokens: one for each prompt token, then one for each of these first tokens. The first prompt token has no
+logprob, because nothing precedes it.
 """
 
 import json
@@ -21,9 +22,9 @@ from typing import Any
 import msgspec
 
 from controller.frontend.openai.choice import ResponseWriter
-from controller.frontend.openai.request_parser import NO_DETAILS, AnswerDetails, ParsedRequest
+from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.sse import SseStream
-from controller.frontend.openai.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, check_tokens
+from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer, check_tokens
 from controller.frontend.openai.text.tokenizer import Tokens
 from events.wire import Logprob
 
@@ -42,6 +43,7 @@ class ResponseFormat(msgspec.Struct):
     tokens: Tokens
     request: str  # request id
     created: int  # seconds since 1970
+    special: bool = False  # whether the text shows special tokens by their names
     before: bytes = b""  # bytes before the choices in every event of a stream
     after: bytes = b""  # bytes after the choices, except in the last event
 
@@ -60,7 +62,11 @@ class ResponseFormat(msgspec.Struct):
     def detokenizer(self) -> IncrementalDetokenizer:
         """Return a new detokenizer for one answer, which stops at the request's stop strings."""
         parsed = self.parsed
-        return IncrementalDetokenizer(self.tokens.detokenizer(), parsed.stop, parsed.sampling.min_tokens)
+        special = self.tokens.special if self.special else {}
+        detokenizer, least = self.tokens.detokenizer(), parsed.sampling.min_tokens
+        return IncrementalDetokenizer(
+            detokenizer, parsed.stop, least, special, include_stop=parsed.include_stop
+        )
 
     def name_of(self, token: int) -> str:
         """Return a token's name in logprobs: its text, or its id if the client requested ids."""
@@ -70,54 +76,78 @@ class ResponseFormat(msgspec.Struct):
         """Return the total number of characters in the texts of these tokens."""
         return sum(map(len, map(self.tokens.text_of, tokens)))
 
+    def show_logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int) -> ShownLogprobs:
+        """Return logprobs in the format of the endpoint, chat or completions.
+
+        `offset` is the number of characters in the answer before these tokens. A completion's `top_logprobs` also
+        contain the chosen token, like OpenAI's ("up to logprobs+1 elements"). With `logprobs: 0`, they contain only
+        the chosen token.
+        """
+        k, name, pairs = self.parsed.logprobs or 0, self.name_of, list(zip(tokens, logprobs, strict=False))
+        if self.parsed.chat:
+            return {
+                "content": [
+                    self._named(token, lp.chosen)
+                    | {"top_logprobs": [self._named(other, value) for other, value in lp.top[:k]]}
+                    for token, lp in pairs
+                ]
+            }
+        sizes = (len(self.tokens.text_of(token)) for token in tokens)
+        offsets: list[object] = list(accumulate(sizes, initial=offset))
+        return {
+            "tokens": [name(token) for token in tokens],
+            "token_logprobs": [lp.chosen for lp in logprobs],
+            "top_logprobs": [
+                {name(token): lp.chosen} | {name(other): value for other, value in lp.top[:k]}
+                for token, lp in pairs
+            ],
+            "text_offset": offsets[:-1],
+        }
+
+    def _named(self, token: int, value: float) -> dict[str, object]:
+        return {"token": self.name_of(token), "logprob": value, "bytes": list(self.tokens.bytes_of(token))}
+
     def total(self, usage: Mapping[str, object]) -> bytes:
         """Return the final event of a stream, with the token usage of the whole response."""
         return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
 
 
 class AnswerContext(msgspec.Struct):
-    """The optional details of one answer: what the client wants, the prompt, and the logprobs of the prompt."""
+    """The prompt and the tokens of one answer, and the logprobs of the prompt."""
 
-    wanted: AnswerDetails = NO_DETAILS
     prompt: list[int] = []  # prompt tokens
     prompt_text: str = ""  # the text to echo
-    silent: bool = False  # only the prompt is wanted, so generated tokens are not shown
-    # the prompt's logprobs are wanted; they arrive before the logprobs of an attempt's first tokens
-    logprobs: bool = False
     accepted: list[int] = []  # all accepted tokens of the answer, in a list that grows with every step
-    due: bool = False  # the prompt's logprobs have not arrived yet
-    prompt_logprobs: list[Logprob] = []
-
-    def __post_init__(self) -> None:
-        self.due = self.logprobs
+    logprobs: bool = False  # whether the logprobs of the prompt are requested
+    prompt_logprobs: Sequence[Logprob] = ()  # empty until they arrive
 
     def split_logprobs(self, logprobs: Logprobs, tokens: Sequence[int]) -> Logprobs:
-        """Keep the logprobs of the prompt if they have not arrived before. Return the logprobs of these answer tokens."""
-        if not self.due or logprobs is None:
+        """Return the logprobs of the answer tokens, without those of the prompt.
+
+        With the answer's first tokens, `logprobs` may begin with the logprobs of the prompt. These are stored in this
+        object.
+        """
+        if not self.logprobs or self.accepted or logprobs is None:
             return logprobs
-        self.due, read = False, len(self.prompt)
+        read = len(self.prompt)
         # a worker of the previous release returns no logprobs of the prompt
         if len(logprobs) < read + len(tokens):
             return logprobs
-        self.prompt_logprobs = list(logprobs[:read])
+        self.prompt_logprobs = logprobs[:read]
         return logprobs[read:]
-
-    def rewind(self, count: int) -> None:
-        """Expect the prompt's logprobs again if no token of the answer is kept."""
-        self.due = self.due or (self.logprobs and not count)
 
     def echoed_logprobs(
         self, format: ResponseFormat, tokens: Sequence[int], own: Sequence[Logprob]
     ) -> ShownLogprobs:
         """Return the logprobs of the echoed prompt and of the answer tokens after it.
 
-        The first prompt token has no logprob. A worker of a release without prompt logprobs returns none for the
-        other prompt tokens either.
+        The first prompt token has no logprob. If the worker's release does not support prompt logprobs, no prompt token
+        has a logprob.
         """
         read, prompt = len(self.prompt), self.prompt_logprobs
         silent = 1 if len(prompt) == read else read
         blank = [Logprob(0.0)] * silent
-        shown = show_logprobs(format, [*self.prompt, *tokens], [*blank, *prompt[silent:], *own], 0)
+        shown = format.show_logprobs([*self.prompt, *tokens], [*blank, *prompt[silent:], *own], 0)
         for name in ("token_logprobs", "top_logprobs"):
             shown[name][:silent] = [None] * silent
         return shown
@@ -143,15 +173,24 @@ def _choice(
     content: dict[str, str],
     logprobs: ShownLogprobs | None = None,
     finish: str | None = None,
+    stop: int | str | None = None,
 ) -> dict[str, object]:
-    """Return one choice of an event. `content` becomes its delta in a chat, and fields of the choice in a completion."""
+    """Return one choice of an event.
+
+    `content` becomes the choice's delta in a chat, and fields of the choice in a completion. `stop` is the stop string
+    or the stop token that ended the answer.
+    """
     part = {"delta": content} if chat else content
-    return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
+    ending = {} if finish is None else {"stop_reason": stop}
+    return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish, **ending}
 
 
 @lru_cache(CHOICES_KEPT)
 def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes of an event before and after a token's text, without the beginning that all events share."""
+    """Return the bytes of an event before and after a token's text.
+
+    The beginning that all events share is left out. `after` is the ending that all events share.
+    """
     mark = "\x00"
     choice = _choice(chat, index, {"content" if chat else "text": mark})
     before, behind = msgspec.json.encode(choice).split(json.dumps(mark).encode())
@@ -160,55 +199,20 @@ def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
 
 @lru_cache(CHOICES_KEPT)
 def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
-    """Return the choice that ends an answer with this reason.
+    """Return as JSON the choice of the event that ends an answer with this reason.
 
-    If `reason` is None, return the choice that starts a chat answer.
+    If `reason` is None, return the choice of the event that starts a chat answer.
     """
     content = ROLE if reason is None else {} if chat else {"text": ""}
     return msgspec.json.encode(_choice(chat, index, content, None, reason))
-
-
-def show_logprobs(
-    format: ResponseFormat, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int
-) -> ShownLogprobs:
-    """Return logprobs in the format of the endpoint. `offset` is the number of characters of the answer before these
-    tokens.
-
-    A completion's `top_logprobs` also contain the chosen token, like OpenAI's ("up to logprobs+1 elements"). With
-    `logprobs: 0`, they contain only that token.
-    """
-    k, name, pairs = format.parsed.logprobs or 0, format.name_of, list(zip(tokens, logprobs, strict=False))
-    if format.parsed.chat:
-        return {
-            "content": [
-                _named(format, token, lp.chosen)
-                | {"top_logprobs": [_named(format, other, value) for other, value in lp.top[:k]]}
-                for token, lp in pairs
-            ]
-        }
-    sizes = (len(format.tokens.text_of(token)) for token in tokens)
-    offsets: list[object] = list(accumulate(sizes, initial=offset))
-    return {
-        "tokens": [name(token) for token in tokens],
-        "token_logprobs": [lp.chosen for lp in logprobs],
-        "top_logprobs": [
-            {name(token): lp.chosen} | {name(other): value for other, value in lp.top[:k]}
-            for token, lp in pairs
-        ],
-        "text_offset": offsets[:-1],
-    }
-
-
-def _named(format: ResponseFormat, token: int, value: float) -> dict[str, object]:
-    return {"token": format.name_of(token), "logprob": value, "bytes": list(format.tokens.bytes_of(token))}
 
 
 class StreamingWriter(ResponseWriter):
     """Writes the tokens of one answer to a stream when they arrive, each as an event, with the requested details."""
 
     __slots__ = (
-        "_begun", "_bytes", "_context", "_detokenizer", "_format", "_index", "_offset", "_prefix", "_prompt_due", "_seam",
-        "_stream", "_suffix", "_table", "flush", "reached", "stopped",
+        "_begun", "_context", "_detokenizer", "_format", "_index", "_offset", "_prefix", "_prompt_due", "_seam",
+        "_shows_tokens", "_stop_token", "_stream", "_suffix", "_table", "_written", "flush", "reached", "stopped",
     )  # fmt: skip
 
     def __init__(
@@ -223,34 +227,44 @@ class StreamingWriter(ResponseWriter):
         self._begun = not parsed.chat
         self._context = context
         self._prompt_due = context is not PLAIN  # no event has contained the prompt yet
-        self.reached = 0
+        self._written = 0  # tokens
+        self.reached = 0  # tokens, without the last ones if they are only a part of a character
+        self._shows_tokens = parsed.logprobs is not None or parsed.token_ids
         self._offset = 0  # characters of the tokens with logprobs written so far
         self.stopped = False
+        self._stop_token: int | None = None
         before, self._suffix = _around(parsed.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
-        fast = context is PLAIN and not parsed.stop and parsed.logprobs is None
+        fast = context is PLAIN and not (parsed.stop or format.special) and parsed.logprobs is None
         self._table = format.tokens.table if fast else None
-        # None until a token has no text, or ends within a character
-        self._bytes: ByteDetokenizer | None = None
-        # None until the fast path cannot handle a token
+        # None until the table cannot handle a token
         self._detokenizer: IncrementalDetokenizer | None = None
 
     def write(self, tokens: Sequence[int], logprobs: Logprobs) -> int:
         if not self._begun:
             self._begin()
-        table, whole = self._table, self._bytes
+        table, detokenizer = self._table, self._detokenizer
         if table is None:
             return self._write_each(tokens, logprobs)
-        texts = _texts(table.json, tokens) if whole is None or not whole.pending else None
+        texts = _texts(table.json, tokens) if detokenizer is None or not detokenizer.pending else None
         if texts is None:
             check_tokens(tokens, len(table))
-            whole = self._bytes = whole or ByteDetokenizer(table)
-            texts = [json.dumps(text).encode() for token in tokens if (text := whole.feed(token))]
+            texts = [json.dumps(text).encode() for token in tokens if (text := self._text_of(token))]
+        else:
+            self._written = self.reached = self._written + len(tokens)
         if texts:
             self._stream.parts += (self._prefix, self._seam.join(texts), self._suffix)
-        self.reached += len(tokens)
         return len(tokens)
+
+    def _text_of(self, token: int) -> str:
+        """Return the text that may be sent after this token, and count the token."""
+        detokenizer = self._started_detokenizer()
+        text = detokenizer.feed(token)
+        self._written += 1
+        if self._shows_tokens or not detokenizer.pending:
+            self.reached = self._written
+        return text
 
     def _begin(self) -> None:
         """Start a chat answer: the first chunk contains the role."""
@@ -268,11 +282,10 @@ class StreamingWriter(ResponseWriter):
         check_tokens(tokens, self._format.tokens.size)
         detokenizer = self._started_detokenizer()
         logprobs = self._context.split_logprobs(logprobs, tokens)
-        if self._context.silent:
+        if self._format.parsed.silent:
             return len(tokens)
         for index, token in enumerate(tokens):
-            text = detokenizer.feed(token)
-            self.reached += 1
+            text = self._text_of(token)
             self._write_one(text, [token], logprobs[index : index + 1] if logprobs is not None else ())
             if detokenizer.stopped:
                 self.stopped = True
@@ -282,55 +295,64 @@ class StreamingWriter(ResponseWriter):
     def write_text(self, text: str, tokens: int) -> None:
         if not self._begun:
             self._begin()
-        if self._bytes is not None:
-            self._bytes.flush()  # drop an incomplete character, because the text contains the whole character
         detokenizer = self._started_detokenizer()
-        self.reached += tokens
+        self._written = self.reached = self._written + tokens
         self._write_one(detokenizer.feed_text(text, tokens), [], ())
         self.stopped = detokenizer.stopped
 
     def finish(self, reason: str) -> None:
         if not self._begun:
             self._begin()
-        rest = self._bytes.flush() if self._bytes is not None else ""
-        if self._detokenizer is not None:
-            rest += self._detokenizer.end()
+        rest = self._detokenizer.end() if self._detokenizer is not None else ""
         if rest or self._prompt_due:
             self._write_one(rest, [], ())
-        format, context, chat = self._format, self._context, self._format.parsed.chat
-        if context is PLAIN:
-            self._stream.parts += (format.before, _without_text(chat, self._index, reason), format.after)
+        reason = self._end_of_text(reason)
+        format, context, parsed = self._format, self._context, self._format.parsed
+        stop = self._stop_token if self._detokenizer is None else self._detokenizer.stop or self._stop_token
+        if context is PLAIN and stop is None:
+            ending = _without_text(parsed.chat, self._index, reason)
+            self._stream.parts += (format.before, ending, format.after)
             return
         # a stop token, which has no text and was not written
-        hidden = [] if context.silent else context.accepted[self.reached :]
-        self.reached += len(hidden)
-        self._event({} if chat else {"text": ""}, None, "length" if context.silent else reason, hidden)
+        hidden = [] if parsed.silent else context.accepted[self._written :]
+        self._written = self.reached = self._written + len(hidden)
+        finish = "length" if parsed.silent else reason
+        self._event({} if parsed.chat else {"text": ""}, None, finish, hidden, stop)
+
+    def _end_of_text(self, reason: str) -> str:
+        """Write what a subclass has withheld until the end of the text. Return the finish_reason to show."""
+        return reason
+
+    def end_at(self, token: int) -> None:
+        self._stop_token = token
 
     def keep_alive(self) -> None:
         self._stream.keep_alive()
 
     def rewind(self, count: int) -> None:
         assert count >= self.reached, "cannot rewind tokens that the client has received"
-        self._context.rewind(count)
+        if count < self._written and self._detokenizer is not None:
+            self._detokenizer.drop(self._written - count)
+        self._written = min(count, self._written)
 
     def _write_one(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
-        """Write the text of a token, preceded by the prompt if it is still due.
+        """Write one event with this text, unless the event would show nothing.
 
-        Write nothing if there is nothing to show.
+        If the prompt must be echoed and has not been sent yet, the prompt precedes the text.
         """
-        format, context, wanted = self._format, self._context, self._context.wanted
+        format, context, parsed = self._format, self._context, self._format.parsed
         shown: ShownLogprobs | None = None
-        if self._prompt_due and wanted.echo:
+        if self._prompt_due and parsed.echo:
             text = context.prompt_text + text
             if context.logprobs:
                 shown = context.echoed_logprobs(format, tokens, logprobs)
                 self._offset = format.characters(context.prompt)
-        elif format.parsed.logprobs is not None and logprobs:
-            shown = show_logprobs(format, tokens, logprobs, self._offset)
+        elif parsed.logprobs is not None and logprobs:
+            shown = format.show_logprobs(tokens, logprobs, self._offset)
         if shown is not None:
             self._offset += format.characters(tokens)
-        if text or shown is not None or (tokens and wanted.token_ids):
-            self._event({"content" if format.parsed.chat else "text": text}, shown, None, tokens)
+        if text or shown is not None or (tokens and parsed.token_ids):
+            self._event({"content" if parsed.chat else "text": text}, shown, None, tokens)
 
     def _event(
         self,
@@ -338,16 +360,17 @@ class StreamingWriter(ResponseWriter):
         logprobs: ShownLogprobs | None = None,
         finish: str | None = None,
         tokens: Sequence[int] = (),
+        stop: int | str | None = None,
     ) -> None:
-        format, context, chat = self._format, self._context, self._format.parsed.chat
-        choice, after = _choice(chat, self._index, content, logprobs, finish), format.after
+        format, context, parsed = self._format, self._context, self._format.parsed
+        choice, after = _choice(parsed.chat, self._index, content, logprobs, finish, stop), format.after
         beside: dict[str, object] = {}
-        if context.wanted.token_ids:
+        if parsed.token_ids:
             choice["token_ids"] = tokens
             if self._prompt_due:
-                (beside if chat else choice)["prompt_token_ids"] = context.prompt
-        if context.wanted.usage:
-            beside["usage"] = usage(len(context.prompt), self.reached)
+                (beside if parsed.chat else choice)["prompt_token_ids"] = context.prompt
+        if parsed.continuous_usage:
+            beside["usage"] = usage(len(context.prompt), self._written)
             after = b"]}\n\n"
         if beside:
             after = b"]," + msgspec.json.encode(beside)[1:-1] + after[1:]
@@ -362,6 +385,7 @@ class BufferedWriter(ResponseWriter):
         self._format = format
         self._context = context
         self.reason = ""
+        self._stop_token: int | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -373,7 +397,7 @@ class BufferedWriter(ResponseWriter):
 
     def write(self, tokens: Sequence[int], logprobs: Logprobs) -> int:
         logprobs = self._context.split_logprobs(logprobs, tokens)
-        return len(tokens) if self._context.silent else self._gather(tokens, logprobs)
+        return len(tokens) if self._format.parsed.silent else self._gather(tokens, logprobs)
 
     def _gather(self, tokens: Sequence[int], logprobs: Logprobs) -> int:
         check_tokens(tokens, self._format.tokens.size)
@@ -392,37 +416,46 @@ class BufferedWriter(ResponseWriter):
         self._text.append(self._detokenizer.feed_text(text, tokens))
         self.stopped = self._detokenizer.stopped
 
+    def end_at(self, token: int) -> None:
+        self._stop_token = token
+
     def finish(self, reason: str) -> None:
-        self.reason = "length" if self._context.silent else reason
+        self.reason = "length" if self._format.parsed.silent else reason
         self._text.append(self._detokenizer.end())
 
     def rewind(self, count: int) -> None:
         tokens, logprobs = self._tokens[:count], self._logprobs[:count]
         self._begin()
         self._gather(tokens, logprobs)
-        self._context.rewind(count)
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the finished answer as one choice of the response."""
-        format, context, text, shown = self._format, self._context, "".join(self._text), None
+        format, parsed, context = self._format, self._format.parsed, self._context
+        text, shown = "".join(self._text), None
         if context.logprobs:
             shown = context.echoed_logprobs(format, self._tokens, self._logprobs)
-        elif format.parsed.logprobs is not None:
-            shown = show_logprobs(format, self._tokens, self._logprobs, 0)
-        out: dict[str, Any] = {"index": index, "finish_reason": self.reason, "logprobs": shown}
-        if format.parsed.chat:
+        elif parsed.logprobs is not None:
+            shown = format.show_logprobs(self._tokens, self._logprobs, 0)
+        stop = self._detokenizer.stop or self._stop_token
+        out: dict[str, Any] = {
+            "index": index,
+            "finish_reason": self.reason,
+            "stop_reason": stop,
+            "logprobs": shown,
+        }
+        if parsed.chat:
             out["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             out["text"] = context.prompt_text + text
-        if context.wanted.token_ids:
-            out["token_ids"] = [] if context.silent else list(context.accepted)
-            if not format.parsed.chat:
+        if parsed.token_ids:
+            out["token_ids"] = [] if parsed.silent else list(context.accepted)
+            if not parsed.chat:
                 out["prompt_token_ids"] = context.prompt
         return out
 
 
 def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes] | None:
-    """Return the JSON texts of these tokens from the table, or None if one is missing."""
+    """Return the JSON texts of these tokens from the table, or None if the table lacks one of the tokens."""
     try:
         if len(tokens) > 1:
             # takes a third of the time of a comprehension

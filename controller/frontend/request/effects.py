@@ -1,6 +1,7 @@
 """The effects of the request state machine: instructions to the driver about a request.
 
-The driver applies them in order. It responds to `SelectWorker` and `Judge` with an event, so these two come last.
+The driver applies the effects in order. It responds to some of them, such as `SelectWorker` and `Judge`, with an event.
+Such an effect is always the last one of its transition.
 """
 
 from typing import Literal, TypeAlias
@@ -10,6 +11,7 @@ import msgspec
 from controller.frontend.errors import ApiError
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.state import Move
+from controller.migration.planned_move import Act
 from controller.router.endpoints import Key
 
 Outcome: TypeAlias = Literal["success", "failure", "cancelled"]
@@ -45,7 +47,7 @@ class NoteUnjudged(msgspec.Struct, frozen=True):
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """Record that the worker had no capacity, so that it gets no new request until its next load report."""
+    """Record that the worker had no capacity. The worker gets no new request until its next load report."""
 
 
 class Complete(msgspec.Struct, frozen=True):
@@ -56,13 +58,16 @@ class Complete(msgspec.Struct, frozen=True):
 
 
 class LeaveWorker(msgspec.Struct, frozen=True):
-    """End the current attempt: release its slot, and update counters and token provenance."""
+    """End the current attempt: release its slot, and update counters.
+
+    Also record that later tokens do not depend on the attempt's KV cache.
+    """
 
 
 class Started(msgspec.Struct, frozen=True):
     """Record that the attempt has completed its prefill.
 
-    `first` states that its first token is also the answer's first token.
+    `first` states that the attempt's first token is also the answer's first token.
     """
 
     first: bool
@@ -75,13 +80,16 @@ class Rewind(msgspec.Struct, frozen=True):
 
 
 class Park(msgspec.Struct, frozen=True):
-    """Park the request until a worker may accept it. `keep_room` reserves the room of its admission again."""
+    """Park the request until a worker may accept it.
+
+    If `keep_room` is true, the room that was reserved at admission is reserved again.
+    """
 
     keep_room: bool = False
 
 
 class QueueAgain(msgspec.Struct, frozen=True):
-    """Return the request to the admission queue, before all requests that were not admitted yet."""
+    """Return the request to the admission queue, ahead of all requests that were not admitted before."""
 
 
 class Reroute(msgspec.Struct, frozen=True):
@@ -94,41 +102,31 @@ class Reroute(msgspec.Struct, frozen=True):
     planned: bool = True
 
 
-class ShipCache(msgspec.Struct, frozen=True):
-    """Request the source to send the KV cache."""
+class TransferStep(msgspec.Struct, frozen=True):
+    """Take one action of a KV transfer. The driver responds with Switched if the action is `switch`."""
 
-
-class CancelTarget(msgspec.Struct, frozen=True):
-    """Cancel the target's reservation, or its stream."""
-
-
-class StayAtSource(msgspec.Struct, frozen=True):
-    """Request the source to continue decoding."""
-
-
-class SwitchToTarget(msgspec.Struct, frozen=True):
-    """Read the target's stream from now on. The driver responds with Switched."""
-
-
-class HandOver(msgspec.Struct, frozen=True):
-    """Make the target's stream the current attempt. Later tokens also depend on the source, which computed the KV cache."""
+    act: Act
 
 
 class TransferOver(msgspec.Struct, frozen=True):
-    """End the KV transfer. `state` is its outcome, `why` the reason if it failed."""
+    """End the KV transfer. `state` is the outcome, and `why` is the reason if the transfer failed.
+
+    If the state is `switched`, make the stream of the transfer's target the current attempt. Later tokens also depend
+    on the source, which computed the KV cache.
+    """
 
     state: str
     why: str
 
 
 class CountFailure(msgspec.Struct, frozen=True):
-    """Count a failed attempt of this kind."""
+    """Count a failed attempt in the metrics, by `kind`."""
 
     kind: str  # ongoing_request if the attempt had produced tokens, otherwise new_request
 
 
 class CountRestored(msgspec.Struct, frozen=True):
-    """Count the end of an outage and its duration."""
+    """Record the end and the duration of an outage, a period without tokens after a failure."""
 
     kind: str
     outcome: Outcome
@@ -156,7 +154,10 @@ class ReportExposure(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """End the request with an error that states why no worker can serve it. `abandoned` also reports a failed migration."""
+    """End the request with an error that states why no worker can serve it.
+
+    If `abandoned` is true, a failed migration is reported, too.
+    """
 
     abandoned: bool
 
@@ -170,7 +171,7 @@ class End(msgspec.Struct, frozen=True):
 
 Effect: TypeAlias = (
     SelectWorker | Judge | CancelStream | NoteUnjudged | TurnedAway | Complete | LeaveWorker | Started | Rewind | Park
-    | QueueAgain | Reroute | ShipCache | CancelTarget | StayAtSource | SwitchToTarget | HandOver | TransferOver
-    | CountFailure | CountRestored | ReportMigrated | ReportAbandoned | ReportExposure | Refuse | End
+    | QueueAgain | Reroute | TransferStep | TransferOver | CountFailure | CountRestored | ReportMigrated
+    | ReportAbandoned | ReportExposure | Refuse | End
 )  # fmt: skip
 Effects: TypeAlias = tuple[Effect, ...]

@@ -56,7 +56,10 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
-    """The request must end with this error, because no other worker would accept it, or because handling it has failed."""
+    """The request must end with this error.
+
+    Either no other worker would accept the request, or the handling of the request has failed.
+    """
 
     error: ApiError
 
@@ -80,7 +83,7 @@ class WorkerUnhealthy(msgspec.Struct, frozen=True):
 
     corrupt: bool  # canaries found that the worker computes wrong results
     others: Collection[Key]  # other workers that could serve the request
-    answer: AnswerProgress  # canaries have found that the worker computes wrong results
+    answer: AnswerProgress
 
 
 class Exposed(msgspec.Struct, frozen=True):
@@ -101,7 +104,10 @@ class TransferBegun(msgspec.Struct, frozen=True):
 
 
 class TransferAdvanced(msgspec.Struct, frozen=True):
-    """The KV transfer has advanced. `said` contains the tokens accepted from the source since the transfer started."""
+    """The KV transfer has advanced.
+
+    `said` contains the tokens that were accepted from the source since the transfer started.
+    """
 
     event: planned_move.Event
     said: tuple[int, ...] = ()
@@ -138,11 +144,14 @@ class Woken(msgspec.Struct, frozen=True):
 
 
 class NoneLeft(msgspec.Struct, frozen=True):
-    """The request has reached its maximum preemption time, and no worker can serve it."""
+    """The preempted request has reached its maximum preemption time, and no worker can serve the request."""
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Periodic check of time limits. `latency` is the model's factor on the time limits."""
+    """Periodic check of time limits.
+
+    The model's limits are multiplied by `latency`, which is above 1 in a degraded fleet.
+    """
 
     latency: float = 1.0
 
@@ -151,11 +160,8 @@ class ClientGone(msgspec.Struct, frozen=True):
     """The client has disconnected."""
 
 
-MovedOrWaiting: TypeAlias = (
-    TransferBegun | TransferAdvanced | TransferDeclined | Switched | MovedOnPurpose | Resumed | Woken | NoneLeft | Tick
-    | ClientGone
-)  # fmt: skip
 Event: TypeAlias = (
     Launched | Sent | ConnectFailed | NoWorkerFound | FirstToken | Finished | RequestRejected | AttemptFailed | Judged
-    | WorkerUnhealthy | Exposed | MovedOrWaiting
+    | WorkerUnhealthy | Exposed | TransferBegun | TransferAdvanced | TransferDeclined | Switched | MovedOnPurpose
+    | Resumed | Woken | NoneLeft | Tick | ClientGone
 )  # fmt: skip

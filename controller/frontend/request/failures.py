@@ -1,11 +1,10 @@
-"""Classifies failed attempts: the worker's fault, the cost of a retry, and the client's error.
+"""Classifies failed attempts: whether the worker is at fault, a retry's cost, and the client's error.
 
 Migration replays the prompt and all accepted tokens on a worker on which the request has not failed yet. One budget
-covers all kinds of failure: with a limit of 3, a request is sent at most four times. A worker's first rejection of
-the request costs no budget if no work was done, because other workers may not have been tried.
+covers all kinds of failure: with a limit of 3, a request is sent at most four times. If a worker rejects the request
+without doing any work, the worker's first rejection costs no budget, so that other workers can still be tried.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -29,8 +28,8 @@ class Suspicion(Enum):
 class Kind:
     """The properties of one kind of failure.
 
-    If `patient` is true, the request waits for a new worker after all workers were tried; otherwise it ends. If
-    `again` is true, only the connection failed, so the same worker may be tried again if no other is left.
+    After all workers were tried, the request waits for a new worker if `patient` is true, and ends if `patient` is
+    false. `again` states that only the connection failed: if no other worker is left, the same worker is tried again.
     """
 
     cause: MigrationCause | Literal["preempted"]
@@ -114,8 +113,3 @@ def classify(error: str) -> Failure:
     """Convert the `error` of a chunk to a failure. An unknown reason counts as an engine error."""
     reason, _, detail = error.partition(":")
     return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error, quoted=True)
-
-
-def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
-    """Return the smallest of the frontend's own limit and the limits of the model's workers. None means no limit."""
-    return min([own, *(limit for limit in workers if limit is not None)])

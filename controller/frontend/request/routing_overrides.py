@@ -50,7 +50,7 @@ NO_OVERRIDES = RoutingOverrides()
 def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings) -> RoutingOverrides:
     """Parse the overrides in a request's headers.
 
-    `ours` are the frontend's settings. Raise ApiError (400) that names the header.
+    `ours` are the frontend's settings. If a header is unknown or invalid, raise ApiError (400) that names the header.
     """
     found = [(name, value) for name, value in headers if name[: len(_START)].lower() == _START]
     if not found:
@@ -75,9 +75,10 @@ def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings)
 
 @lru_cache(maxsize=256)
 def overridden(ours: RouterSettings, overrides: tuple[tuple[str, str], ...]) -> RouterSettings:
-    """Return the frontend's settings with these overrides applied. Raise ApiError (400) that names the invalid header.
+    """Return the frontend's settings with these overrides applied.
 
-    The validated result is cached, because clients send the same few headers with every request.
+    If an override is invalid, raise ApiError (400) that names the header. The validated result is cached, because
+    clients send the same few headers with every request.
     """
     for name, _ in overrides:
         if name not in OVERRIDABLE:

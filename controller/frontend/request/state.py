@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides
 from controller.migration.planned_move import Transfer
 from controller.router.endpoints import Key, Lineage, Server
 from events.blocks import BlockNames
-from events.wire import Sampling
+from events.wire import Committed, Sampling
 
 
 # A frozen dataclass takes ten times as long to create.
@@ -25,9 +26,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     lineage: Lineage
     prompt: list[int]
-    prompt_text: str  # empty if token ids were given
+    prompt_text: str = ""  # empty if token ids were given
     sampling: Sampling
-    guided: dict[str, object] | None
+    guided: dict[str, object] | None = None  # the client's own field that constrains the answer's form
+    grammar: AnswerGrammar | None = None  # the same constraint as a grammar, if it has one
     # Whether any healthy worker returns the same tokens. This holds for greedy sampling, and for Holdfast's own
     # engines, where seed and position determine the random numbers. External servers restart their random numbers
     # with each request.
@@ -45,12 +47,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
 
     def __repr__(self) -> str:
-        """Return a representation without client content, because it may appear in logs."""
+        """Return a representation that may appear in logs, and therefore has no client content."""
         return f"<GenerationRequest {self.id}>"
 
     @property
     def tokens_max(self) -> int:
-        """Number of tokens of the prompt and the longest possible answer, which must fit into a worker's context."""
+        """Number of tokens of the prompt plus the longest possible answer, which must fit into a worker's context."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
@@ -79,14 +81,6 @@ class Attempt(msgspec.Struct, frozen=True):
     before: "Attempt | None" = None
 
 
-class Carried(NamedTuple):
-    """The size and the link of a KV cache that was transferred with a request."""
-
-    bytes: int  # over all shards
-    blocks: int
-    link: str
-
-
 class Move(msgspec.Struct, frozen=True):
     """A migration in progress, from its start until the first token of the new attempt."""
 
@@ -96,7 +90,7 @@ class Move(msgspec.Struct, frozen=True):
     source: Server
     since: float  # time at which the failure was noticed
     tokens: int  # number of accepted tokens at that time
-    carried: Carried | None = None  # None: the KV cache is recomputed
+    carried: Committed | None = None  # the KV cache that was transferred; None: it is recomputed
     predicted_ms: float | None = None
     refused: str = ""  # why a requested transfer did not take place
 
@@ -114,16 +108,18 @@ class AnswerProgress(NamedTuple):
     accepted: int = 0  # number of accepted tokens, which are replayed after a move
     reached: int = 0  # number of accepted tokens that the client may have received
     text: bool = False  # whether some output came as text, without token ids
+    stuck: str = ""  # why no other worker can continue the answer: guided_decoding; empty if one can
 
 
 class RequestTerms(msgspec.Struct, frozen=True):
-    """The limits and policies of a request. They do not change while it is served."""
+    """The limits and policies of a request. They do not change while the request is served."""
 
     prompt_tokens: int = 0
     max_tokens: int = 1
     migration_limit: int = 3  # number of attempts beyond the first that may cost budget
     max_seq_len: int | None = None  # tokens of prompt and answer above which the request does not move
-    # why the request may not move once its client has a token: guided_decoding, n_over_1; empty if it may move
+    # why the request may not move once its client has a token: guided_decoding (a constraint without a grammar), n_over_1;
+    # empty if it may move
     forbidden: str = ""
     on_corruption: OnCorruption = "continue"
     reroute_s: float = 10.0  # longest wait for a worker to continue on
@@ -137,8 +133,7 @@ class RequestState(msgspec.Struct, frozen=True):
     began_at: float  # time at which the request was first due to be sent
     phase: Phase = "new"
 
-    # Attempts. `attempt` is set in the phases running and judging, and only there.
-    attempt: Attempt | None = None  # `attempt` is set only in the phases running and judging.
+    attempt: Attempt | None = None  # set in the phases running and judging, and only there
     first: Attempt | None = None  # the oldest attempt that was not rejected for lack of capacity
     last: Attempt | None = None  # the newest such attempt; equals `attempt` if that is set
     has_output: bool = False  # the current attempt has produced a token
@@ -186,8 +181,9 @@ def refusal(state: RequestState, answer: AnswerProgress) -> str:
     A length of exactly `max_seq_len` is allowed.
     """
     terms = state.terms
-    if terms.forbidden and answer.reached > 0:
-        return terms.forbidden
+    forbidden = terms.forbidden or answer.stuck
+    if forbidden and answer.reached > 0:
+        return forbidden
     if over_cap(terms, answer.accepted):
         return "over_cap"
     if state.spent > terms.migration_limit:
@@ -196,10 +192,9 @@ def refusal(state: RequestState, answer: AnswerProgress) -> str:
 
 
 def budget_ended(state: RequestState) -> bool:
-    """Return whether the request may not be sent again, whatever its length, because its budget is spent or moves are
-    forbidden.
+    """Return whether the request may not be sent again, because its budget is spent or moves are forbidden.
 
-    An attempt that is being sent counts as spent.
+    The length of the request does not matter here. An attempt that is being sent already counts as spent budget.
     """
     spent = state.spent + (state.phase == "routing" and not state.free)
     return bool(state.terms.forbidden) or spent > state.terms.migration_limit
@@ -219,10 +214,10 @@ def over_cap(terms: RequestTerms, accepted: int) -> bool:
 
 
 def closed_to(state: RequestState) -> frozenset[Key]:
-    """Return the workers that rejected the request and are not tried again before its first token."""
+    """Return the workers that are not tried again before the answer has a token, because they rejected the request."""
     return frozenset() if state.begun else state.declined
 
 
 def may_return(state: RequestState) -> bool:
-    """Return whether a worker on which the request failed may be tried again, because only the connection to it failed."""
+    """Return whether there is a worker that may be tried again, because only the connection to that worker failed."""
     return state.tried > state.failed

@@ -13,8 +13,8 @@
 
 The phases are those of `state.Phase`, and the other names are events. After a failure the request moves to a worker
 on which it has not failed, within its budget. That worker replays the prompt and all accepted tokens. If recovery
-fails, the client gets the first failure since the last token, not the most recent failure, because everything after
-the first failure was an attempt to recover from it.
+fails, the client gets the error of the first failure since the last token. Later failures only occurred during the
+recovery from the first one.
 
 The state machine does not process tokens. The driver passes it only the first token of an attempt, failures, control
 events and the end of the answer.
@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from controller.frontend.errors import ApiError
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
-from controller.frontend.request.effects import Effect, Effects
+from controller.frontend.request.effects import Effects
 from controller.frontend.request.events import Event
 from controller.frontend.request.failures import FULL, Failure, Suspicion
 from controller.frontend.request.state import (
@@ -60,12 +60,6 @@ _FIRST_ROUTE = (do.SelectWorker(),)
 _FIRST_TOKEN = (do.Started(first=True),)
 _LATER_TOKEN = (do.Started(first=False),)
 _LEAVE = do.LeaveWorker()
-_ACTS: dict[planned_move.Act, Effect] = {
-    "ship": do.ShipCache(),
-    "cancel": do.CancelTarget(),
-    "stay": do.StayAtSource(),
-    "switch": do.SwitchToTarget(),
-}
 
 
 def step(state: RequestState, event: Event, now: float) -> Next:
@@ -93,20 +87,12 @@ def step(state: RequestState, event: Event, now: float) -> Next:
         case on.Judged(suspicion):
             return after_failure(state, suspicion, now)
         case on.RequestRejected(error):
-            effects = _unjudged(state)
-            state, left = leave(state, failed=False)
-            return become_done(state, now, (*effects, *left), error=error)
+            state, effects = leave_unjudged(state)
+            return become_done(state, now, effects, error=error)
         case on.WorkerUnhealthy(corrupt, others, answer):
             return worker_unhealthy(state, corrupt, others, answer, now)
         case on.Exposed():
             return exposed(state, event, now)
-        case _:
-            return _moved_or_waiting(state, event, now)
-
-
-def _moved_or_waiting(state: RequestState, event: on.MovedOrWaiting, now: float) -> Next:
-    """Handle in `step` the events of planned moves, of waiting requests, and of the clock."""
-    match event:
         case on.TransferBegun():
             return replace(state, transfer=planned_move.Transfer()), ()
         case on.TransferAdvanced(what, said):
@@ -114,10 +100,7 @@ def _moved_or_waiting(state: RequestState, event: on.MovedOrWaiting, now: float)
         case on.TransferDeclined(why):
             return replace(state, transfer_refused=why), ()
         case on.Switched(server, move):
-            over = do.TransferOver("switched", "")
-            effects = (do.CancelStream("elsewhere"), *_unjudged(state), do.HandOver(), over)
-            state = replace(state, move=move, disturbed=True, free=True)
-            return become_running(state, server), effects
+            return switched(state, server, move)
         case on.MovedOnPurpose(move, target):
             return move_on_purpose(state, move, target)
         case on.Resumed(planned):
@@ -125,8 +108,7 @@ def _moved_or_waiting(state: RequestState, event: on.MovedOrWaiting, now: float)
         case on.Woken():
             return woken(state, now)
         case on.NoneLeft():
-            state = _put_off_ended(state, now)
-            return become_parked(state, now + state.terms.reroute_s)
+            return become_parked(_put_off_ended(state, now), now + state.terms.reroute_s)
         case on.Tick(latency):
             return tick(state, latency, now)
         case on.ClientGone():
@@ -137,7 +119,10 @@ def _moved_or_waiting(state: RequestState, event: on.MovedOrWaiting, now: float)
 
 
 def become_routing(state: RequestState, planned: Key | None = None, *, free: bool = False) -> Next:
-    """Choose a worker for the request. `free` states that the next attempt costs no budget, because nothing has failed."""
+    """Choose a worker for the request: `planned` if possible, otherwise the best one.
+
+    `free` states that the next attempt costs no budget, because nothing has failed.
+    """
     tried, missed, declined = state.tried, state.missed, closed_to(state)
     state = replace(state, phase="routing", free=free)
     if not (tried or declined or missed or planned):
@@ -172,7 +157,10 @@ def unreachable(state: RequestState, key: Key, now: float) -> Next:
 
 
 def no_worker(state: RequestState, event: on.NoWorkerFound, now: float) -> Next:
-    """Let a request wait that no worker can serve now, if a worker may become available. Otherwise end it with an error."""
+    """Handle that no worker can serve a request now.
+
+    The request waits if a worker may become available, otherwise it ends with an error.
+    """
     move, code = state.move, event.code
     state = replace(state, missed=frozenset())
     if code == HELD:
@@ -207,7 +195,10 @@ def first_token(state: RequestState, now: float) -> Next:
 
 
 def arrive(state: RequestState, now: float, *, well: bool) -> Next:
-    """End the current move, because the new attempt has produced its first token (`well`) or has failed too (not `well`)."""
+    """End the current move (migration).
+
+    `well` states that the new attempt has produced its first token. If false, the new attempt has failed, too.
+    """
     effects: Effects = ()
     if state.move is not None and state.attempt is not None:
         effects = (do.ReportMigrated(state.move, well, state.spoilt),)
@@ -224,7 +215,7 @@ def arrive(state: RequestState, now: float, *, well: bool) -> Next:
 def is_turned_away(state: RequestState, failure: Failure) -> bool:
     """Return whether the worker rejected the attempt for lack of capacity, which does not count as a failure.
 
-    If the attempt has output, or a transferred KV cache, it has started on the worker, so its rejection is a failure.
+    An attempt with output or with a transferred KV cache has already started on the worker. Its rejection is a failure.
     """
     carried = state.move is not None and state.move.carried is not None
     return state.attempt is not None and failure.reason == FULL and not state.has_output and not carried
@@ -233,7 +224,7 @@ def is_turned_away(state: RequestState, failure: Failure) -> bool:
 def turned_away(state: RequestState, *, closed: bool) -> Next:
     """Choose a worker again, as if the rejected attempt had not been made.
 
-    `closed` excludes the worker until the first token.
+    If `closed` is true, this worker is not tried again before the answer has its first token.
     """
     attempt = state.attempt
     assert attempt is not None
@@ -255,10 +246,11 @@ def fail(
     spoilt: bool = False,
     on_source: bool = True,
 ) -> Next:
-    """Fail the current attempt, through the fault of its own worker, or of an earlier worker if `on_source` is false.
+    """Fail the current attempt, and let the driver judge the failure.
 
-    `spoilt` states that accepted tokens may be wrong. If no attempt is running, the request is placed again without a
-    judgement.
+    `on_source` states that the attempt's own worker is at fault. If it is false, an earlier worker of the request is at
+    fault, and the attempt costs no budget. `spoilt` states that accepted tokens may be wrong. If no attempt is running,
+    no worker is judged, and the request counts as harmless.
     """
     replaced, attempt = state.move, state.attempt
     not_carried = ""
@@ -302,8 +294,7 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
         return become_abandoned(state, now, why, original.error, effects)
     assert source is not None
     accepted = answer.accepted
-    # The answer cannot be continued, but its client has received no token, so it restarts from the prompt.
-    if state.terms.forbidden and accepted:
+    if (state.terms.forbidden or answer.stuck) and accepted:
         # The answer cannot be continued, but its client has received none of it: restart from the prompt.
         effects, accepted = (*effects, do.Rewind(0)), 0
     move = Move(failure, original, source.server, now, accepted, refused=not_carried)
@@ -320,10 +311,10 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
 def worker_unhealthy(
     state: RequestState, corrupt: bool, others: Collection[Key], answer: AnswerProgress, now: float
 ) -> Next:
-    """Move a request whether or not its worker failed it, because the worker was taken out of service.
+    """Decide whether a request leaves its worker, which was taken out of service.
 
     The request leaves a corrupt worker at once. It leaves a worker that is only slow or silent if one of `others` can
-    still be tried. Otherwise it stays while tokens arrive.
+    still be tried. Otherwise the request stays as long as tokens arrive.
     """
     if state.attempt is None:
         return state, ()
@@ -337,9 +328,12 @@ def worker_unhealthy(
 def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
     """Apply the setting `on_corruption` to an answer with tokens that may be wrong.
 
-    With `continue`, the suspect tokens are kept if the client has received one of them, and generated again
-    otherwise. With `restart`, they are generated again, or the request ends with an error if the client has received
-    one of them. With `error`, the request always ends with an error.
+    With `error`, the request always ends with an error. `continue` and `restart` depend on what the client has:
+
+    - If the client has received a suspect token, `continue` keeps the suspect tokens, and `restart` ends the request
+      with an error.
+    - If the client has received no suspect token, `continue` and `restart` both generate the suspect tokens again. But
+      if the convicted worker stays in service, the suspect tokens are kept.
     """
     setting, first, answer = state.terms.on_corruption, event.first, event.answer
     shown = answer.reached > first
@@ -377,7 +371,7 @@ def _end_corrupt(state: RequestState, now: float) -> Next:
 def _interrupted(state: RequestState, now: float, *, begun: bool) -> tuple[RequestState, do.CountFailure]:
     """Count a failed attempt, whether or not the request can be retried.
 
-    `begun` states that the attempt had produced tokens.
+    `begun` states that the attempt has produced tokens.
     """
     kind = "ongoing_request" if begun else "new_request"
     outage = state.outage or TokenGap(now, kind)
@@ -396,12 +390,12 @@ def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
 
 
 def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next:
-    """Move the request off a worker that has not failed, and recompute it at `target`. Preempt it if `target` is None."""
-    effects: Effects = ()
-    if state.attempt is not None:
-        effects = (do.CancelStream("elsewhere"), *_unjudged(state))
-    state, left = leave(replace(state, transfer=None), failed=False)
-    state, effects = replace(state, move=move, disturbed=True), (*effects, *left)
+    """Move the request off a worker that has not failed, and recompute its KV cache at `target`.
+
+    If `target` is None, preempt the request.
+    """
+    state, effects = leave_unjudged(replace(state, transfer=None), do.CancelStream("elsewhere"))
+    state = replace(state, move=move, disturbed=True)
     if target is None:
         return replace(state, phase="preempted"), effects
     state, route = become_routing(state, target, free=True)
@@ -411,12 +405,12 @@ def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next
 def advance_transfer(state: RequestState, event: planned_move.Event, said: tuple[int, ...]) -> Next:
     """Advance the KV transfer by an event of `controller.migration.planned_move`.
 
-    `said` are the source's tokens since its start.
+    `said` contains the tokens that the source has sent since the transfer started.
     """
     if state.transfer is None:
         return state, ()
     transfer, acts = planned_move.step(state.transfer, event, said)
-    effects: Effects = tuple(_ACTS[act] for act in acts)
+    effects: Effects = tuple(map(do.TransferStep, acts))
     if not transfer.over:
         return replace(state, transfer=transfer), effects
     if transfer.state == "switched":
@@ -425,8 +419,18 @@ def advance_transfer(state: RequestState, event: planned_move.Event, said: tuple
     return replace(state, transfer=None), (*effects, over)
 
 
+def switched(state: RequestState, server: Server, move: Move) -> Next:
+    """Continue at the target of the KV transfer, which costs no budget."""
+    over = do.TransferOver("switched", "")
+    effects = (do.CancelStream("elsewhere"), do.NoteUnjudged(state.has_output), over)
+    return become_running(replace(state, move=move, disturbed=True, free=True), server), effects
+
+
 def leave(state: RequestState, *, failed: bool) -> Next:
-    """End the current attempt, and the KV transfer from its worker if one is under way."""
+    """End the current attempt. If a KV transfer from its worker is under way, end the transfer, too.
+
+    `failed` states that the attempt has failed at its worker.
+    """
     if state.attempt is None:
         return state, ()
     effects: Effects = ()
@@ -435,8 +439,16 @@ def leave(state: RequestState, *, failed: bool) -> Next:
     return replace(state, attempt=None, has_output=False), (*effects, _LEAVE)
 
 
-def _unjudged(state: RequestState) -> Effects:
-    return (do.NoteUnjudged(state.has_output),) if state.attempt is not None else ()
+def leave_unjudged(state: RequestState, *cancel: do.CancelStream) -> Next:
+    """End the current attempt, if there is one, without a fault of its worker.
+
+    `cancel` cancels the attempt's stream.
+    """
+    if state.attempt is None:
+        return state, ()
+    effects: Effects = (*cancel, do.NoteUnjudged(state.has_output))
+    state, left = leave(state, failed=False)
+    return state, (*effects, *left)
 
 
 # --- waiting --------------------------------------------------------------------------------------------------------
@@ -445,9 +457,10 @@ def _unjudged(state: RequestState) -> Effects:
 def become_parked(
     state: RequestState, until: float, not_before: float = 0.0, *, keep_room: bool = False
 ) -> Next:
-    """Park the request until a worker is available, at most until `until`.
+    """Park the request until a worker is available, or until the time `until`.
 
-    `keep_room` is set for a request that was never sent, and keeps the room from its admission.
+    The request is not sent before `not_before`. `keep_room` is set only for a request that was never sent: the
+    room that was reserved at its admission is reserved again.
     """
     not_before = max(not_before, state.not_before)
     state = replace(state, phase="parked", disturbed=True, waits_until=until, not_before=not_before)
@@ -493,10 +506,9 @@ def tick(state: RequestState, latency: float, now: float) -> Next:
 
 def _give_up(state: RequestState, now: float, code: str) -> Next:
     cancel: Effects = (do.CancelStream(),) if state.attempt is not None else ()
-    moving = state.move is not None
     state, left = leave(state, failed=False)
     error = ApiError(503, "no token was generated in time", code=code, retry_after_s=1)
-    if moving:
+    if state.move is not None:
         return become_abandoned(state, now, code, error, (*cancel, *left))
     return become_done(state, now, (*cancel, *left), error=error)
 
@@ -505,7 +517,10 @@ def _give_up(state: RequestState, now: float, code: str) -> Next:
 
 
 def become_finished(state: RequestState, reason: str, now: float, *, cancel: bool = False) -> Next:
-    """End the request with its complete answer. `cancel` stops a worker that does not know that the answer is complete."""
+    """End the request with its complete answer.
+
+    If `cancel` is true, cancel the stream at the worker, which would otherwise continue to generate.
+    """
     effects: Effects = (do.CancelStream("complete"),) if cancel else ()
     if state.disturbed:
         state, arrived = arrive(state, now, well=True)
@@ -537,13 +552,10 @@ def become_refused(state: RequestState, now: float) -> Next:
 
 def client_gone(state: RequestState, now: float) -> Next:
     """Cancel the request because its client has disconnected."""
-    effects: Effects = ()
-    if state.attempt is not None:
-        effects = (do.CancelStream(), *_unjudged(state))
-    moving = state.move is not None
-    state, left = leave(state, failed=False)
-    report: Effects = (do.ReportAbandoned("cancelled"),) if moving else ()
-    return become_done(state, now, (*effects, *left, *report), finish="cancelled")
+    state, effects = leave_unjudged(state, do.CancelStream())
+    if state.move is not None:
+        effects = (*effects, do.ReportAbandoned("cancelled"))
+    return become_done(state, now, effects, finish="cancelled")
 
 
 def become_done(

@@ -5,14 +5,14 @@
           names of its blocks ─▶ where they are cached                                      │
           each worker's outstanding work ◀──────────────────────────────────────────────────┘
 
-`begin`, `read` and `end` are the events of a request: sent, first token, left its worker. The slot tracker counts
-them.
+`begin`, `read` and `end` are the events of a request: sent, first token, left its worker. From these, the slot
+tracker computes the outstanding work of each worker.
 
-Cached blocks are known from the workers' KV events. For workers without KV events they are guessed from the requests
-sent to them. Outstanding work is counted when a request is sent, in the same event-loop iteration, so the next choice
-includes it.
+Cached blocks are known from the workers' KV events. If a worker publishes none, its cached blocks are guessed from the
+requests sent to this worker. Outstanding work is counted when a request is sent, in the same event-loop iteration, so
+the next choice includes it.
 
-During panic, this frontend's local breakers are ignored.
+If too little of a model's capacity is routable (panic), this frontend's local breakers are ignored.
 """
 
 import itertools
@@ -24,8 +24,7 @@ from typing import NamedTuple
 import structlog
 
 from controller.deciders.capacity import tpot_ms
-from controller.frontend.health.local_breakers import Panic
-from controller.frontend.request.failures import smallest_limit
+from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.settings import FrontendSettings, RouterSettings
@@ -55,51 +54,6 @@ from events.blocks import BlockNames
 PoolName = tuple[str, Lineage]
 
 
-@dataclass(eq=False, repr=False)
-class Pools:
-    """The times to first token that one frontend has measured, by worker pool. A pool is the workers of one model and
-    lineage.
-
-    The scheduler reports sent requests and arrived first tokens. Admission by deadlines reads the predictions.
-    """
-
-    now: Callable[[], float]
-    _pools: dict[PoolName, FirstTokens] = field(default_factory=dict)
-    # by slot number: pool, worker, time of sending, and in seconds the prefill of the prompts ahead, its own prefill,
-    # one step
-    _sent: dict[int, tuple[PoolName, str, float, float, float, float]] = field(default_factory=dict)
-
-    def of(self, model: str, lineage: Lineage) -> FirstTokens:
-        """Return the first-token measurements of a model's workers of this lineage."""
-        if (pool := self._pools.get((model, lineage))) is None:
-            pool = self._pools[model, lineage] = FirstTokens()
-        return pool
-
-    def sent(self, slot: int, endpoint: Endpoint, ahead_tokens: float, own_tokens: float) -> None:
-        """Record that a request was sent to a worker rank, which prefills `ahead_tokens` of other prompts before it."""
-        profile = endpoint.joined.profile
-        ahead_s, own_s = reading_s(ahead_tokens, profile), reading_s(own_tokens, profile)
-        name = (endpoint.model, endpoint.lineage)
-        self._sent[slot] = name, endpoint.worker, self.now(), ahead_s, own_s, step_s(endpoint)
-        self.of(*name).sent(ahead_s)
-
-    def read(self, slot: int) -> None:
-        """Record that the first token of the request in this slot has arrived."""
-        if (sent := self._sent.pop(slot, None)) is not None:
-            name, worker, at, ahead_s, own_s, steps_s = sent
-            self.of(*name).came(worker, ahead_s, own_s, steps_s, self.now() - at)
-
-    def end(self, slot: int) -> None:
-        """Drop the request in this slot, because it no longer runs on its worker."""
-        self._sent.pop(slot, None)
-
-    def keep(self, names: Collection[PoolName], workers: set[str]) -> None:
-        """Drop the measurements of all pools except `names`, and of all workers except `workers`."""
-        self._pools = {name: pool for name, pool in self._pools.items() if name in names}
-        for pool in self._pools.values():
-            pool.forget(workers)
-
-
 def step_s(endpoint: Endpoint) -> float:
     """Return the registered duration in seconds of a worker's step with a full batch, or 0 if none was registered.
 
@@ -117,7 +71,7 @@ HEARD_S = 3.5
 
 
 class _LinksReport(NamedTuple):
-    """The last report of another frontend: when it came, and for which models requests wait there."""
+    """The last report of another frontend: its time of arrival, and the models of that frontend's waiting requests."""
 
     at: float
     waiting: tuple[str, ...]  # models for which requests wait at that frontend
@@ -125,10 +79,9 @@ class _LinksReport(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Peers:
-    """The other frontends that serve now, and the models for which requests wait at them.
+    """The other frontends that serve now, and the models of the requests that wait at each of these frontends.
 
-    Every second, each frontend publishes the workers that it reaches and the number of requests that wait at the
-    frontend.
+    Every second, each frontend publishes the workers that it reaches, and the number of its waiting requests by model.
     """
 
     now: Callable[[], float]
@@ -138,56 +91,60 @@ class Peers:
     # by model: number of frontends at which requests wait, with this one
     contenders: dict[str, int] = field(default_factory=dict)
     _heard: dict[str, _LinksReport] = field(default_factory=dict)
-    _names: Sequence[str] = ()
     _size: int = 1
-    _until: float = -inf  # no frontend counts as silent before this time
+    _until: float = inf  # no frontend counts as silent before this time
 
     def on_links(self, subject: str, body: Mapping[str, object]) -> None:
         """Process another frontend's report of its links and waiting requests."""
-        name, waiting = str(body.get("frontend")), body.get("waiting")
+        waiting = body.get("waiting")
         models = tuple(str(model) for model in waiting) if isinstance(waiting, Mapping) else ()
-        before = self._heard.get(name)
-        self._heard[name] = _LinksReport(self.now(), models)
-        self.any = self.any or name != self.name
-        if before is None:
-            self._until = -inf
-        if before is None or before.waiting != models:
-            self._count()
+        self._heard[str(body.get("frontend"))] = _LinksReport(self.now(), models)
+        self._count()
 
     def names(self) -> Sequence[str]:
-        """Return the names of the frontends with a recent report, and drop the others. Called for each choice."""
-        now = self.now()
-        if now > self._until:
-            since = now - HEARD_S
-            self._heard = {name: heard for name, heard in self._heard.items() if heard.at >= since}
-            self._names = sorted(self._heard)
-            self._size = len({*self._names, self.name}) if self._names else 1
-            self.any = self._size > 1
-            self._until = min((heard.at for heard in self._heard.values()), default=now) + HEARD_S
-            self._count()
-        return self._names
+        """Return the names of the frontends with a recent report, and drop the others."""
+        self.frontends()
+        return sorted(self._heard)
 
     def _count(self) -> None:
+        self._size = len({*self._heard, self.name})
+        self._until = min((heard.at for heard in self._heard.values()), default=inf) + HEARD_S
+        self.any = self._size > 1
         self.contenders.clear()
         for name, heard in self._heard.items():
             for model in heard.waiting if name != self.name else ():
                 self.contenders[model] = self.contenders.get(model, 1) + 1
 
     def frontends(self) -> int:
-        """Return the number of frontends that serve now, including this one. Called for each choice."""
-        self.names()
+        """Return the number of frontends that serve now, including this one, and drop the silent ones.
+
+        This is called for each choice of a worker, so it usually returns a cached number.
+        """
+        now = self.now()
+        if now > self._until:
+            since = now - HEARD_S
+            self._heard = {name: heard for name, heard in self._heard.items() if heard.at >= since}
+            self._count()
         return self._size
 
 
 @dataclass(eq=False, repr=False)
 class RoutingState:
-    """What this frontend knows of cached blocks and of the requests sent to each rank."""
+    """What this frontend knows of cached KV blocks, and of its requests at each DP rank of a worker.
+
+    If `timed` is true, the times to first token of each worker pool are also measured. Admission by deadlines needs
+    them for its predictions. A pool is the workers of one model and lineage (model revision and tokenizer).
+    """
 
     router: RouterSettings
     metrics: RequestMetrics
-    pools: Pools | None  # measures times to first token; None if they are not needed
+    timed: bool
     now: Callable[[], float]
     view: KvView | None = None  # cached blocks reported by workers with KV events
+    _pools: dict[PoolName, FirstTokens] = field(default_factory=dict)
+    # by slot number: pool, worker, time of sending, and in seconds the prefill of the prompts ahead, its own prefill,
+    # one step
+    _sent: dict[int, tuple[PoolName, str, float, float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         router, self._serial = self.router, itertools.count(1)
@@ -198,20 +155,24 @@ class RoutingState:
     # --- sent requests --------------------------------------------------------------------------------------
 
     def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
-        """Count a request at the chosen worker, before it is sent. Return its slot number."""
-        endpoint, holder, unread, pools = choice.endpoint, choice.holder, choice.prefill_tokens, self.pools
+        """Count a request at its chosen worker, before it is sent. Return the request's slot number."""
+        endpoint, holder, unread = choice.endpoint, choice.holder, choice.prefill_tokens
         prompt, now = choice.request.prompt, choice.request.now
         self.metrics.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
         blocks = prompt.blocks if prompt.block_tokens == endpoint.block_tokens else None
-        if pools is None:
-            return self._add(endpoint, holder, plan, output, unread, now, blocks)
-        ahead = self.slots.work(holder, now=self.now()).prefill_tokens
+        ahead = self.slots.work(holder, now=self.now()).prefill_tokens if self.timed else 0.0
         slot = self._add(endpoint, holder, plan, output, unread, now, blocks)
-        pools.sent(slot, endpoint, ahead, unread)
+        if self.timed:
+            self.sent(slot, endpoint, ahead, unread)
         return slot
 
-    def carry(self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]) -> int:
-        """Count a request that arrived with its KV cache, so that nothing has to be prefilled. Return its slot number."""
+    def add_arrived(
+        self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]
+    ) -> int:
+        """Count a request that arrived with its KV cache, so nothing has to be prefilled.
+
+        Return the request's number in the slot tracker.
+        """
         holder = WorkerRank(endpoint.worker, endpoint.instance, rank)
         return self._add(endpoint, holder, plan, output, 0, self.now())
 
@@ -227,7 +188,7 @@ class RoutingState:
     ) -> int:
         """Count a request and return its slot number. `unread` is the number of prompt tokens to prefill.
 
-        `blocks` are the names of its full blocks in the worker's block size, or None if they must be computed.
+        `blocks` are the names of the prompt's full blocks in the worker's block size, or None if they must be computed.
         """
         router, slot, size = plan.overrides.router or self.router, next(self._serial), endpoint.block_tokens
         if router.mode != "kv":
@@ -252,21 +213,47 @@ class RoutingState:
 
     def read(self, slot: int, now: float) -> None:
         """Record that the first token of the request in this slot has arrived."""
-        if self.pools is not None:
-            self.pools.read(slot)
+        if (sent := self._sent.pop(slot, None)) is not None:
+            name, worker, at, ahead_s, own_s, steps_s = sent
+            self.first_tokens(*name).came(worker, ahead_s, own_s, steps_s, now - at)
         self.slots.prefill_done(slot, now=now)
 
     def end(self, slot: int, now: float) -> None:
         """Release the slot, whatever the outcome of its request."""
-        if self.pools is not None:
-            self.pools.end(slot)
+        self._sent.pop(slot, None)
         self.slots.free(slot, now=now)
+
+    # --- times to first token -------------------------------------------------------------------------------
+
+    def first_tokens(self, model: str, lineage: Lineage) -> FirstTokens:
+        """Return the measured times to first token of a model's workers of this lineage (model revision and tokenizer)."""
+        if (pool := self._pools.get((model, lineage))) is None:
+            pool = self._pools[model, lineage] = FirstTokens()
+        return pool
+
+    def sent(self, slot: int, endpoint: Endpoint, ahead_tokens: float, own_tokens: float) -> None:
+        """Record that a request was sent to a DP rank of a worker.
+
+        The rank first prefills `ahead_tokens` tokens of other prompts, then `own_tokens` tokens of this one.
+        """
+        profile = endpoint.joined.profile
+        ahead_s, own_s = reading_s(ahead_tokens, profile), reading_s(own_tokens, profile)
+        name = (endpoint.model, endpoint.lineage)
+        self._sent[slot] = name, endpoint.worker, self.now(), ahead_s, own_s, step_s(endpoint)
+        self.first_tokens(*name).sent(ahead_s)
+
+    def keep(self, names: Collection[PoolName], workers: set[str]) -> None:
+        """Keep only the measurements of the pools in `names`, and in each pool only those of `workers`."""
+        self._pools = {name: pool for name, pool in self._pools.items() if name in names}
+        for pool in self._pools.values():
+            pool.retain(workers)
 
     # --- cached blocks --------------------------------------------------------------------------------------
 
     def cached(self, blocks: Sequence[int], now: float) -> Matches:
-        """Return how many leading blocks of a prompt each rank has cached, from KV events or from this frontend's
-        guesses.
+        """Return how many leading blocks of a prompt each rank has cached.
+
+        The numbers come from KV events, or from this frontend's guesses.
         """
         if self.view is None:
             return self._guesses.find(blocks, now=now)
@@ -274,7 +261,10 @@ class RoutingState:
         return better(found, self._guesses.find(blocks, now=now)) if self._guesses else found
 
     def uncached(self, group: EndpointGroup, names: BlockNames, tokens: int) -> int:
-        """Return how many of a prompt's tokens no worker of the group has in its device's cache."""
+        """Return how many of a prompt's tokens the group's best worker would have to prefill.
+
+        The best worker is the one with the most leading blocks of the prompt in its device cache.
+        """
         size = group.block_sizes[0]
         found, keys = self.cached(names.of(size), self.now()).device, group.keys
         if isinstance(found, Depths):
@@ -284,8 +274,9 @@ class RoutingState:
         return max(0, tokens - deepest * size)
 
     def claimed(self, choice: Selection) -> int:
-        """Return how many prompt tokens the chosen rank has cached according to its own KV events, or 0 without such
-        events.
+        """Return how many prompt tokens the chosen rank has cached according to its own KV events.
+
+        Return 0 if the rank publishes no KV events.
         """
         prompt, size = choice.request.prompt, choice.endpoint.block_tokens
         if self.view is None or choice.overlap_blocks < 1 or prompt.block_tokens != size:
@@ -293,15 +284,16 @@ class RoutingState:
         return self.view.find(prompt.blocks).device.get(choice.holder, 0) * size
 
     def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare the cached tokens that a rank has claimed with those that a request found cached, to detect false
-        claims.
+        """Compare two numbers of cached tokens at a rank, to detect false claims.
+
+        `claimed` is the number that the rank's KV events claim. `cached` is the number that a request found.
         """
         if self.view is not None:
             self.view.compare(holder, claimed, cached)
 
     @property
     def known(self) -> str:
-        """A summary of the cached blocks that are reported and guessed, for display."""
+        """A summary of the reported and the guessed cached blocks, for display."""
         guessed = f"{self.guessed} blocks guessed from what was sent"
         return guessed if self.view is None else f"{self.view.health}, {guessed}"
 
@@ -313,8 +305,9 @@ class RoutingState:
     # --- cleanup --------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Drop requests that have not ended within an hour, because their end was lost, and expired guesses of cached
-        blocks.
+        """Drop requests that have not ended within an hour: the notice of their end must have been lost.
+
+        Also drop expired guesses of cached blocks.
         """
         now = self.now()
         self._guesses.expire(now=now)
@@ -322,7 +315,7 @@ class RoutingState:
             log.warning("slots_expired", requests=len(stale))
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the requests and cached blocks of all endpoints except `keys`."""
+        """Forget the requests and cached blocks of endpoints that are not in `keys`, because they have left."""
         for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
             self.slots.forget(holder, now=self.now())
             self._guesses.forget(holder)
@@ -337,7 +330,7 @@ class Scheduler:
     plane: RequestPlane
     metrics: RequestMetrics
     peers: Peers
-    panic: Panic
+    breakers: LocalBreakers
     now: Callable[[], float]
     dice: Callable[[], float]
     # whether the fold has caught up; before that it shows past states, which must not cause panic
@@ -347,10 +340,9 @@ class Scheduler:
     def __post_init__(self) -> None:
         settings, plane, now = self.settings, self.plane, self.now
         router, self._by_deadline = settings.router, settings.by_deadline
-        self._breakers, self._open = self.panic.breakers, self.panic.breakers.open
+        self._open = self.breakers.open
         self._default_pricing, self._mode = pricing_of(router), Mode(router.mode)
-        self.pools = Pools(now)
-        self.state = RoutingState(router, self.metrics, self.pools if self._by_deadline else None, now)
+        self.state = RoutingState(router, self.metrics, self._by_deadline, now)
         self.slots = slots = self.state.slots
         self.monitor = LoadMonitor(limits_of(settings), self.table, plane, slots, now)
         self._chooser, self._picker = Chooser(slots), Picker()
@@ -363,11 +355,11 @@ class Scheduler:
     # --- the filter -----------------------------------------------------------------------------------------
 
     def _look(self, model: str) -> Sequence[Endpoint]:
-        """Return a model's endpoints, after an update of the panic state and the filter's rules."""
+        """Update the panic state and the filter's rules, then return a model's endpoints."""
         endpoints = self.table.models.get(model, ())
         self._ignoring = False  # no panic, the common case
-        if self._open or self.panic.models:
-            self._ignoring = self.live and self.panic.ignores(model, endpoints)
+        if self._open or self.breakers.panicked:
+            self._ignoring = self.live and self.breakers.ignored(model, endpoints)
         self._refresh()
         return endpoints
 
@@ -377,27 +369,34 @@ class Scheduler:
         # With deadlines, each frontend may have only one request at a worker beyond its free batch slots, whatever
         # the other frontends send. A request that waits at a worker thus waits only for the worker's next slot.
         rules.frontends = MANY if frontends > 1 and self._by_deadline else frontends
-        rules.barred = self._breakers.barred() if self._open and not self._ignoring else ()
+        rules.barred = self.breakers.barred() if self._open and not self._ignoring else ()
 
     def _filter(
         self, plan: GenerationRequest, room: Headroom = Headroom.FRESH, tried: Collection[Key] = ()
     ) -> Filter:
-        """Return a filter for a request over the endpoints of its lineage, without the endpoints in `tried`."""
+        """Return a filter for a request, over the endpoints that the request may be sent to.
+
+        These endpoints have the request's lineage (model revision and tokenizer) and are not in `tried`.
+        """
         self._look(plan.model)
         group = self.table.group(plan.model, plan.lineage)
         endpoints = group.endpoints if group is not None else ()
         return Filter(endpoints, self._rules, tried, room, plan.tokens_max)
 
     def look_for_panic(self) -> None:
-        """Check for all models whether panic has begun or ended, after a change of the fold or of a breaker."""
+        """Check for all models whether panic has begun or ended.
+
+        In panic, a model's local breakers are ignored. Called after a change of the fleet state or of a breaker.
+        """
         if self.live:
             for model in self.table.known:
-                self.panic.look(model, self.table.models.get(model, ()))
+                self.breakers.look_for_panic(model, self.table.models.get(model, ()))
 
     def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
-        """Return an endpoint with room for a new request, of the given lineage or of any if it is None.
+        """Return an endpoint with room for a new request.
 
-        Endpoints in `without` are excluded. Raise NoWorker if no endpoint has room.
+        `lineage` restricts the endpoints to one model revision and tokenizer, unless it is None. Endpoints in `without`
+        are excluded. Raise NoWorker if no endpoint has room.
         """
         endpoints = self._look(model)
         if lineage is not None:
@@ -408,7 +407,7 @@ class Scheduler:
         return self._picker.room(endpoints, self._rules)
 
     def lineage(self, model: str) -> Lineage:
-        """Return the lineage to which a new request of a model would be bound.
+        """Return the lineage (model revision and tokenizer) to which a new request of a model would be bound.
 
         Raise NoWorker if no worker can serve the model.
         """
@@ -428,7 +427,10 @@ class Scheduler:
             return self._filter(plan, Headroom.NONE).left()
 
     def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0) -> None:
-        """Raise NoWorker if this endpoint could not serve a request of this lineage and of this many tokens."""
+        """Raise NoWorker if this endpoint could not serve a request of this lineage with a length of `tokens`.
+
+        A lineage is a model revision and a tokenizer.
+        """
         self._refresh()
         Filter([endpoint] if endpoint.lineage == lineage else [], self._rules, tokens=tokens).left()
 
@@ -440,16 +442,16 @@ class Scheduler:
             return []
 
     def has_room(self, endpoint: Endpoint, room: Headroom) -> bool:
-        """Return whether an endpoint has the headroom `room` for one more request."""
+        """Return whether an endpoint may get one more request. `room` states which limits of the endpoint apply."""
         self._refresh()
         return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
 
     def takes(self, endpoint: Endpoint) -> bool:
         """Return whether an endpoint still accepts a request.
 
-        A half-open breaker accepts only one, so the result can change.
+        A half-open breaker admits only one request, so the result can change after a request was sent.
         """
-        allowed = self._ignoring or self._breakers.allowed(endpoint)
+        allowed = self._ignoring or self.breakers.allowed(endpoint)
         return allowed and self.plane.reachable(endpoint.worker, endpoint.instance)
 
     # --- score and pick -------------------------------------------------------------------------------------
@@ -462,25 +464,28 @@ class Scheduler:
         *,
         room: Headroom = Headroom.HELD,
     ) -> Selection:
-        """Return the worker for a request's next attempt, with the headroom `room`, and not in `tried`.
+        """Return a worker for a request's next attempt. Workers in `tried` are excluded.
 
-        `output` contains the accepted tokens of the answer. Raise NoWorker if no worker can serve the request.
+        `room` states which load limits apply to the worker. `output` contains the accepted tokens of the answer. Raise
+        NoWorker if no worker can serve the request.
         """
         among = self._filter(plan, room, tried)
         if room is not Headroom.FRESH or not self._by_deadline:
             return self.choose(among, plan, output)
         tokens, answer_max = len(plan.prompt) + len(output), plan.sampling.max_tokens
         monitor = self.monitor
-        with monitor.asking(monitor.wanted(plan.model, tokens, answer_max, plan.names), monitor.beyond):
+        with monitor.asking(
+            monitor.required_room(plan.model, tokens, answer_max, plan.names), monitor.beyond
+        ):
             return self.choose(among, plan, output)
 
     def choose(
         self, among: Filter | Sequence[Endpoint], plan: GenerationRequest, output: Sequence[int] = ()
     ) -> Selection:
-        """Return the worker for a request, chosen among the endpoints that a filter permits or among the given endpoints.
+        """Return the worker for a request, chosen among `among`: a list of endpoints, or a filter.
 
-        A given list must not be empty. `output` contains the accepted tokens after the prompt. Raise NoWorker if the
-        filter permits no endpoint.
+        The list must not be empty. With a filter, the endpoints are those that the filter permits; raise NoWorker if
+        there are none. `output` contains the accepted tokens after the prompt.
         """
         mode, pricing, now, overrides = self._mode, self._default_pricing, self.now(), plan.overrides
         if overrides.router is not None:
@@ -493,9 +498,10 @@ class Scheduler:
         )
 
     def _prompt(self, plan: GenerationRequest, output: Sequence[int], mode: Mode, now: float) -> ScoredPrompt:
-        """Return the prompt with the data for its cost.
+        """Return the prompt with the data from which the cost of each worker is computed.
 
-        If the group's workers have different block sizes, the prompt is measured in the most common size.
+        If the model's workers of the request's lineage (model revision and tokenizer) have different block sizes, the
+        number of blocks is counted in the most common size.
         """
         group = self.table.group(plan.model, plan.lineage)
         sizes = group.block_sizes if group is not None else (1,)
@@ -512,28 +518,31 @@ class Scheduler:
     # --- common values of a model's workers -----------------------------------------------------------------
 
     def limit(self, model: str) -> int:
-        """Return the largest number of migrations of a request of this model."""
+        """Return the migration limit of a model: how many more attempts a request may make after its first."""
         own, registered = self.settings.migration_limit, self.table.migration_limit(model)
-        return own if registered is None else smallest_limit(own, (registered,))
+        return own if registered is None else min(own, registered)
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup:
-        """Return the workers of a model and lineage with their common limits. Raise NotServed if there are none."""
+        """Return the workers of a model and lineage (model revision and tokenizer) with their common limits.
+
+        Raise NotServed if there are none.
+        """
         group = self.table.group(model, lineage)
         if group is None:
             raise NotServed
         return group
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the state of all endpoints except `keys`."""
+        """Forget all endpoints except those in `keys`, because the others have left."""
         self._picker.forget(keys)
         self._chooser.forget(keys)
         self.state.forget(keys)
 
 
 def explained(choice: Selection) -> dict[str, object]:
-    """Return each candidate's cost by term, to explain the choice of a worker.
+    """Return the cost of each candidate by term, to explain the choice of a worker.
 
-    Must be called before the request is counted.
+    Must be called before the request is counted at the chosen worker, because counting changes the costs.
     """
     prompt, candidates = choice.request.prompt, choice.request.candidates
     return {

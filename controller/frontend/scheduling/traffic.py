@@ -1,7 +1,8 @@
 """Reports the traffic of each model per minute to the journal, for the planner.
 
 Minutes are those of the wall clock. A minute without traffic is reported too. A process that was suspended for some
-minutes reports each missed minute late. No minute is reported twice, even if the clock is set back.
+minutes reports the missed minutes late, but at most the last MISSED_MAX of them. No minute is reported twice, even if the
+clock is set back.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,15 +45,16 @@ class TrafficReporter:
         return int(self.clock.now().timestamp() // MINUTE_S)
 
     def rejected(self, fact: RequestsRejected) -> None:
-        """Publish a fact about rejected requests, and add them to the traffic unless another worker would not have
-        served them.
+        """Publish a fact about rejected requests.
+
+        The requests count as traffic if one more worker would have served them.
         """
         if fact.reason not in NO_DEMAND:
             self.metrics.of(fact.model).traffic.rejected += fact.count
         self.observe(fact)
 
     def tick(self) -> None:
-        """Report the minutes that have ended since the last call."""
+        """Report the minutes that have ended since the last call, and set the objectives of each model once a minute."""
         if (number := self._number()) > self.minute:
             self._report_minutes(number)
             self.promised.clear()
@@ -61,12 +63,12 @@ class TrafficReporter:
             self.promised.add(model)
 
     def stop(self) -> None:
-        """Report the current, incomplete minute, and mark it as the last report of this frontend."""
+        """Report the current, incomplete minute. The report is marked as the last one of this frontend."""
         for model in self._models():
             self._report(model, self.minute, last=True)
 
     def _report_minutes(self, number: int) -> None:
-        """Report the minute that has ended, and the minutes that were missed since."""
+        """Report the minute `self.minute` and the minutes missed since then. `number` is the current minute."""
         missed = range(max(self.minute + 1, number - MISSED_MAX), number)
         for model in self._models():
             forgotten = self._is_last(model)
@@ -81,8 +83,9 @@ class TrafficReporter:
         return sorted({*self.table.models, *requested, *self.idle})
 
     def _is_last(self, model: str) -> bool:
-        """Return whether this is the last report of a model, because it had no workers and requests for FORGOTTEN_AFTER
-        minutes.
+        """Return whether this is the last report of a model.
+
+        It is the last one if the model has had neither workers nor requests for FORGOTTEN_AFTER minutes.
         """
         traffic = self.metrics.of(model).traffic
         if model in self.table.models or traffic.requests or traffic.rejected:
@@ -112,7 +115,7 @@ class TrafficReporter:
         traffic.clear()
 
     def _set_objectives(self, model: str) -> None:
-        """Set the latency objectives of a model, against which its answers are measured.
+        """Set the latency objectives against which the answers of a model are measured.
 
         They are computed once a minute from the profiles of all the model's workers.
         """

@@ -123,9 +123,9 @@ def test_a_worker_twice_as_slow_as_registered_is_predicted_accordingly() -> None
     assert first.alone_s(0.1, 0.01) == pytest.approx(0.16, rel=0.02), (
         "without the fastest worker it takes longer"
     )
-    first.forget({"slow"})
+    first.retain({"slow"})
     assert first.alone_s(0.1, 0.01) == pytest.approx(0.21, rel=0.02)
-    first.forget({"right"})
+    first.retain({"right"})
     assert first.predicted_s("slow", 0.0, 0.1, 0.01) == first.predicted_s("new", 0.0, 0.1, 0.01)
 
 
@@ -238,7 +238,7 @@ def test_without_workers_no_request_may_wait() -> None:
 
 
 def test_repeats_are_refused_above_a_fifth_of_the_fresh_requests() -> None:
-    budget, passed = RetryBudget(), 0
+    budget, passed = RetryBudget(0.2), 0
     for step in range(1000):
         now = step / 100
         budget.note(now, repeat=False)
@@ -249,7 +249,7 @@ def test_repeats_are_refused_above_a_fifth_of_the_fresh_requests() -> None:
 
 
 def test_a_few_repeats_are_admitted_however_few_fresh_requests_there_are() -> None:
-    budget, passed = RetryBudget(), 0
+    budget, passed = RetryBudget(0.2), 0
     while not budget.used_up(0.0):
         budget.note(0.0, repeat=True)
         passed += 1
@@ -260,11 +260,11 @@ def test_ids_of_refused_requests_are_remembered_for_a_while_and_bounded() -> Non
     ids = RefusedIds()
     ids.add("one", 0.0)
     ids.add("", 0.0)
-    assert ids.knows("one", IDS_S) and not ids.knows("one", IDS_S + 1)
-    assert not ids.knows("", 0.0) and not ids.knows("two", 0.0)
+    assert ids.recently_refused("one", IDS_S) and not ids.recently_refused("one", IDS_S + 1)
+    assert not ids.recently_refused("", 0.0) and not ids.recently_refused("two", 0.0)
     for n in range(IDS_MAX):
         ids.add(str(n), 1.0)
-    assert not ids.knows("one", 1.0) and ids.knows("0", 1.0)
+    assert not ids.recently_refused("one", 1.0) and ids.recently_refused("0", 1.0)
 
 
 # --- properties --------------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def placed(number: int, given: tuple[Any, ...]) -> QueuedRequest:
     )
 
 
+@pytest.mark.slow
 @given(st.lists(PLACED, max_size=40), st.integers(1, 6))
 def test_the_bound_holds_for_each_model_over_all_lines(given: list[tuple[object, ...]], most: int) -> None:
     queue = Queue(most)

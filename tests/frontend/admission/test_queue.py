@@ -17,10 +17,8 @@ from waits import turns
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.admission.admission import LOOKS_MAX, Admission, Reservation
-from controller.frontend.admission.deadlines import Preemptor
 from controller.frontend.admission.refusals import Refusals, WaitedTooLong
 from controller.frontend.errors import ApiError
-from controller.frontend.scheduling.scheduler import Pools
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.load.monitor import NOTHING
@@ -43,12 +41,12 @@ class Workers:
         self.endpoint = Endpoint(joined(ScriptedWorker("w1")))
         self.ended: list[tuple[str, str]] = []
         self.monitor: object = self
-        self.pools = Pools(lambda: 0.0)
+        self.now = lambda: 0.0
         me: Any = self
         given = FrontendSettings(admission=AdmissionSettings(queue_max=3, queue_s=queue_s))
         table = EndpointTable()
         refusals = Refusals("f1", given, table, me, me, lambda: 0.5)
-        self.queue = Admission(given, table, me, refusals, me, Preemptor())
+        self.queue = Admission(given, table, me, refusals, me, me)
 
     @property
     def free(self) -> int:

@@ -12,6 +12,7 @@ from workers.engines.simulated.timing import ConstantTiming
 TIMING = ConstantTiming(itl_s=chaos.STEP_S, prefill_tokens_per_s=200_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "plane"), [(1, "tcp"), (3, "nats")])
 async def test_no_token_is_lost_doubled_or_altered_and_no_block_leaks(
     seed: int, plane: str, request: pytest.FixtureRequest
@@ -48,6 +49,7 @@ class BlockLeak(SimulatedEngine):
         kv.use(kv.partials(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "what"), [(LostToken, "wrong"), (BlockLeak, "leaks")])
 async def test_errors_are_found(made: type[SimulatedEngine], what: str) -> None:
     def engine() -> Engine:

@@ -224,6 +224,7 @@ async def world(**between: Any) -> AsyncIterator[World]:
         yield World(kit, source, target, line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 async def test_a_damaged_transfer_is_refused_with_its_reason_and_recomputed(what: str) -> None:
     damage, why = REFUSED[what]
@@ -233,6 +234,7 @@ async def test_a_damaged_transfer_is_refused_with_its_reason_and_recomputed(what
         assert why in fact.refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", HARMLESS)
 async def test_chunks_that_arrive_twice_or_in_another_order_are_accepted(what: str) -> None:
     async with world(damage=HARMLESS[what]) as one:
@@ -240,6 +242,7 @@ async def test_chunks_that_arrive_twice_or_in_another_order_are_accepted(what: s
         assert (fact.method, fact.link, fact.refused) == ("transfer", "tcp", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["model", "revision", "dtype"])
 async def test_nothing_is_sent_to_a_target_of_another_model(field: str) -> None:
     async with world(described={field: "other"}) as one:
@@ -248,6 +251,7 @@ async def test_nothing_is_sent_to_a_target_of_another_model(field: str) -> None:
         assert f"another model: {field} is 'other' there" in fact.refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flip", "cut"])
 async def test_a_transfer_flipped_or_cut_at_any_byte_is_recomputed(how: str) -> None:
     chance = Random(how)

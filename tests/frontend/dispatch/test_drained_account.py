@@ -21,6 +21,7 @@ STREAMS = 3
 NOW = datetime.now(UTC)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefill_tokens_per_s", "method"), [(1.0, "transfer"), (1e9, "reprefill")])
 async def test_streams_that_left_before_the_worker_learned_of_its_drain_are_in_its_account(
     prefill_tokens_per_s: float, method: str

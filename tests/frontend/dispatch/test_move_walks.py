@@ -16,6 +16,7 @@ WALKS = 12  # per case
 STEPS = 900
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(5))
 async def test_a_random_walk_alters_no_token_and_leaks_nothing(block: int) -> None:
     methods: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from move_contract import COUNT, Made, MoveContract, Moving, Pair, inside_characters
 
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
+from events.token_bytes import BUILTIN_FILE
 from workers.engines.engine import Engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.language import FIRST, VOCABULARY

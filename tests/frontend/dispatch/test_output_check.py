@@ -7,8 +7,7 @@ from frontend_kit import TOKENS, first_goes_to, frontend, text_of
 from json_types import Json
 from scripted_worker import ScriptedWorker, undisturbed
 
-from controller.frontend.dispatch.live_request import check_logprobs
-from controller.frontend.openai.text.detokenizer import InvalidOutput, check_tokens
+from controller.frontend.openai.text.detokenizer import InvalidOutput, check_logprobs, check_tokens
 from controller.frontend.request.failures import Failure, classify
 from events.observations import RequestMigrated
 from events.wire import Chunk, Generate, Logprob
@@ -84,6 +83,7 @@ class Spoiling(ScriptedWorker):
         return super().chunk_of(request, [self.by] if here else new, finish)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", [0, 4, COUNT - 1])
 @pytest.mark.parametrize("token", [-1, TOKENS.size, 1 << 40])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from frontend_kit import Kit, frontend, joined
+from memory_bus import MemoryBus
 from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from waits import turns, until
@@ -26,7 +27,6 @@ from controller.router.endpoints import Endpoint, WorkerRank
 from events import subjects
 from events.blocks import BlockNames
 from events.decisions import HealthStatus
-from events.nats.bus import MemoryBus
 from events.observations import KvLayout, Profile, RequestMigrated, Topology
 from events.wire import Load, Sampling
 

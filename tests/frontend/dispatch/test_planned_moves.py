@@ -368,6 +368,7 @@ def test_a_used_up_budget_does_not_prevent_a_move_on_purpose() -> None:
 # --- order, and how many at once --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_streams_move_by_priority_and_only_a_few_at_once() -> None:
     async with pair(moving={"transfers_at_once": 1}, within_ms=1500) as p:
         for tier in ("best_effort", "standard", "premium", "standard"):
@@ -400,6 +401,7 @@ async def test_streams_of_one_worker_are_spread_over_the_others() -> None:
         assert sorted(f.target for f in p.moves()) == ["w2", "w2", "w3", "w3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "targets"), [(2, 1), (1, 3)])
 async def test_a_group_moves_to_one_group_with_room_and_a_lone_worker_is_spread(
     tp: int, targets: int
@@ -445,6 +447,7 @@ async def test_a_group_without_a_target_is_recomputed_spread_over_the_others() -
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["drain", "operator"])
 @pytest.mark.parametrize(
     ("answers", "ships", "why"),
@@ -475,6 +478,7 @@ async def test_a_refusal_keeps_the_stream_or_recomputes_it(
         assert p.kit.said(RequestAbandoned) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["drain", "operator"])
 async def test_a_stream_stays_until_another_worker_has_room(cause: str) -> None:
     async with pair(step_s=0.01) as p:
@@ -729,6 +733,7 @@ def convicted(canary: str = "c") -> CanaryFailed:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 async def test_nothing_is_accepted_from_a_worker_convicted_during_the_move(point: str) -> None:
     async with pair() as p:

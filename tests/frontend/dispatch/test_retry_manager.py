@@ -408,6 +408,7 @@ async def test_b33_token_ids_are_replayed_although_their_text_would_be_tokenized
 # --- the rules behind them ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_both_kinds_of_failure_share_one_budget() -> None:
     """Limit 3: at most four dispatches, whatever the mix."""
     first = failing("w1", "error", 0, error="engine_error: disk")
@@ -558,6 +559,7 @@ def content(choice: Json) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_stream", [True, False], ids=["stream", "unary"])
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize("end", ["killed", "graceful"])

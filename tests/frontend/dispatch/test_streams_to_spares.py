@@ -65,6 +65,7 @@ class Lost:
         return self.kit.said(RequestMigrated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 8])
 async def test_streams_of_a_lost_group_move_to_its_spare(tp: int) -> None:
     async with frontend(moving={"max_migration_time_ms": 10_000}) as kit:

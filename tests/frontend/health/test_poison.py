@@ -14,6 +14,7 @@ from frontend_kit import first_goes_to, frontend, joined
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from json_types import Json
+from msgspec import structs
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.health.local_breakers import LocalBreakers
@@ -55,7 +56,7 @@ class Bench(ConnectedWorkers):
         self.facts: list[Observation] = []
         self.slots = itertools.count(1)
         self.breakers = LocalBreakers(
-            frontend, LocalBreakerSettings(), FactSettings(), self.facts.append, lambda: self.time
+            frontend, LocalBreakerSettings(), FactSettings(), self.facts.append, lambda: self.time, self
         )
         self.it = PoisonWatch(
             frontend,
@@ -300,14 +301,14 @@ def test_frontends_share_their_evidence(bench: Bench) -> None:
     for one, another in ((bench, other), (other, bench)):
         one.down |= another.down
         for fact in another.said(RequestSuspected):
-            one.it.heard(fact, 0.1)
+            one.it.apply_report(fact, 0.1)
         one.time += SETTLED_S
     for one in (bench, other):
         with pytest.raises(Poisonous):
             one.it.where(request)
     late = Bench("f3")
     for fact in bench.said(RequestPoisonous):
-        late.it.heard(fact, 590.0)
+        late.it.apply_report(fact, 590.0)
     with pytest.raises(Poisonous):
         late.it.where(request)
     late.time += 11
@@ -511,9 +512,10 @@ async def test_a_request_that_every_worker_fails_in_the_same_way_opens_no_breake
 @given(st.lists(st.integers(0, 2**32), max_size=50), st.none() | st.dictionaries(st.text(), st.integers()))
 def test_a_fingerprint_contains_its_sketch(prompt: list[int], guided: Json | None) -> None:
     sketch = BlockNames(prompt).sketch
-    name = fingerprint(sketch, "m", prompt, guided)
+    request = request_of(prompt, guided)
+    name = fingerprint(request)
     assert sketch_of(name) == sketch == BlockNames(list(prompt)).sketch
-    assert fingerprint(sketch, "another", prompt, guided) != name
+    assert fingerprint(structs.replace(request, model="another")) != name
 
 
 def test_the_memory_is_bounded() -> None:
@@ -587,5 +589,5 @@ def test_an_innocent_request_is_never_condemned_and_a_poisonous_one_takes_two_wo
     condemned = {fact.fingerprint for fact in bench.said(RequestPoisonous)}
     for n, request in enumerate(requests):
         if n not in poison:
-            assert fingerprint(request.names.sketch, "m", request.prompt, None) not in condemned
+            assert fingerprint(request) not in condemned
         assert fallen[n] <= 2

@@ -33,7 +33,8 @@ async def asking(kit: Kit, worker: ScriptedWorker) -> AsyncIterator[aiohttp.Clie
     request = asyncio.ensure_future(kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True}))
     await until(lambda: worker.active)
     kit.api.openai.check(kit.director.now())
-    (stream,) = kit.api.openai.completions.values()
+    (completion,) = kit.api.openai.completions
+    stream = completion.stream
     assert stream is not None and not stream.started and not request.done()
     kit.api.openai.check(kit.director.now() + 16.0)
     async with asyncio.timeout(20):

@@ -263,7 +263,7 @@ async def test_a_body_may_arrive_after_its_head() -> None:
         for cut in (end, end + 1, len(raw) - 1):
             reader, writer = await asyncio.open_connection("127.0.0.1", paths.fast)
             writer.write(raw[:cut])
-            await until(lambda: any(one.buffered_bytes for one in paths.listeners.fast_path))
+            await until(lambda: any(one.buffer for one in paths.listeners.fast_path))
             writer.write(raw[cut:])
             async with asyncio.timeout(SECONDS):
                 assert b"[DONE]" in await answer(reader)
@@ -302,7 +302,7 @@ async def test_much_data_sent_ahead_waits_at_the_client_and_is_answered() -> Non
         await until(lambda: paths.kit.api.openai.completions)
         writer.write(filler * 20)
         (connection,) = paths.listeners.fast_path
-        await until(lambda: connection.buffered_bytes > BYTES_MAX)
+        await until(lambda: len(connection.buffer) > BYTES_MAX)
         goes_on.set()
         async with asyncio.timeout(SECONDS):
             said = [await answer(reader) for _ in range(21)]
@@ -412,7 +412,7 @@ async def test_closing_listeners_still_send_written_responses() -> None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client, _ = await unread(paths.fast, raw, 1)
         (connection,) = paths.listeners.fast_path
-        await until(lambda: connection.unsent_bytes > 0)
+        await until(lambda: connection.transport.get_write_buffer_size() > 0)
         closing = asyncio.create_task(paths.listeners.close())
         said = b""
         async with asyncio.timeout(SECONDS):

@@ -85,6 +85,7 @@ def served(*workers: ScriptedWorker, head_s: float = HEAD_S) -> Any:
     return frontend(*workers, connections={"head_s": head_s, "idle_s": 600})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [b"G", b"POST /v1/chat", POST, LIVE[:-1]])
 @pytest.mark.parametrize("before", BEFORE)
 async def test_an_endless_head_after_a_response_times_out(before: str, head: bytes) -> None:
@@ -145,6 +146,7 @@ async def test_a_head_sent_ahead_of_its_turn_has_its_time_limit_from_its_turn_on
         assert b"head_timeout" in await one.rest()
 
 
+@pytest.mark.slow
 async def test_much_data_sent_ahead_waits_at_the_client_and_is_answered() -> None:
     worker, goes_on = pausing()
     filler = POST + b"Content-Length: 100000\r\n\r\n" + b" " * 100_000

@@ -52,6 +52,7 @@ def bodies(dice: random.Random) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 async def test_other_tasks_run_every_64_kib_whatever_a_body_contains() -> None:
     """Over 1,000 seeded bodies, at most 64 KiB and a slice are scanned between two turns of the event loop.
 
@@ -133,6 +134,7 @@ async def test_an_invalid_large_body_is_refused_like_a_small_one() -> None:
             assert answer.status == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chat_completions", "completions", "tokenize", "detokenize", "json"])
 async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
     """The parsed request does not depend on where it is parsed."""
@@ -161,6 +163,7 @@ async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
         await intake.close()
 
 
+@pytest.mark.slow
 async def test_a_dead_parser_is_replaced_and_a_slow_one_is_killed() -> None:
     body = json.dumps({"model": "m", "prompt": list(range(40_000))}).encode()
     intake = Intake(FrontendSettings(admission={"body_parse_s": 20.0}))
@@ -186,6 +189,7 @@ async def test_a_dead_parser_is_replaced_and_a_slow_one_is_killed() -> None:
         await hurried.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_disconnects_does_not_stop_the_parser() -> None:
     body = json.dumps({"model": "m", "prompt": list(range(400_000))}).encode()
     intake = Intake(FrontendSettings())

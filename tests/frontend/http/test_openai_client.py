@@ -147,11 +147,9 @@ async def test_errors_are_the_clients_own_exceptions() -> None:
     async with frontend(worker) as kit, client_of(kit) as client:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.chat.completions.create(model="other", messages=MESSAGES)
-        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        with pytest.raises(openai.BadRequestError, match="use_beam_search is not supported"):
             await client.chat.completions.create(
-                model="m",
-                messages=MESSAGES,
-                tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+                model="m", messages=MESSAGES, extra_body={"use_beam_search": True}
             )
         stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
         with pytest.raises(openai.APIError, match="the engine failed"):

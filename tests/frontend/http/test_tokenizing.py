@@ -13,9 +13,9 @@ from scripted_worker import ScriptedWorker
 from tokenizers.processors import TemplateProcessing
 
 from controller.frontend.openai.request_models import TEXT_CHARS_MAX, TOKENS_MAX
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 from events.decisions import HealthStatus
 from events.observations import WorkerLeft
+from events.token_bytes import BUILTIN_FILE
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

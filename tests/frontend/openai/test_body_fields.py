@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, frontend
-from scripted_worker import ScriptedWorker
+from scripted_worker import ScriptedWorker, undisturbed
 
 from controller.frontend.errors import ApiError
 from controller.frontend.openai.intake import Intake, read_prompts
@@ -138,8 +138,69 @@ async def test_reasoning_effort_is_for_templates_that_read_it() -> None:
     assert await prompt_of(thinking, chat_template_kwargs=given) == "hi high"
     plain = tokens_of("{{ messages[0].content }}")
     assert await prompt_of(plain, chat_template_kwargs=given) == "hi"
-    with pytest.raises(ApiError, match="chat template does not read it"):
-        await prompt_of(plain, reasoning_effort="low")
+    assert await prompt_of(plain, reasoning_effort="low") == "hi"
+
+
+async def test_a_warning_names_a_field_that_the_chat_template_does_not_read() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        status, _, headers = await kit.post(
+            "/v1/chat/completions", **CHAT, reasoning_effort="low", odd=1, max_tokens=2
+        )
+    assert status == 200
+    assert headers["Warning"] == (
+        '299 - "unknown fields, ignored: odd", '
+        '299 - "no effect, because the chat template does not read it: reasoning_effort"'
+    )
+
+
+async def test_the_model_may_be_left_out_if_one_is_served() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        _, answer, _ = await kit.post("/v1/completions", prompt="hi", max_tokens=2)
+        assert answer["model"] == "m"
+        await kit.add(ScriptedWorker("w2", model="other"))
+        status, answer, _ = await kit.post("/v1/completions", prompt="hi", max_tokens=2)
+        assert (status, answer["error"]["param"]) == (400, "model")
+        assert answer["error"]["message"] == "model is required; served models: m, other"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_stop_reason_is_the_stop_string_or_the_stop_token(stream: bool) -> None:
+    prompt = TOKENS.encode("hi", special=True)
+    answer = undisturbed(prompt, 6)
+    texts = [TOKENS.decode([token]) for token in answer]
+    cases: list[tuple[dict[str, Any], str, int | str | None]] = [
+        ({}, "".join(texts), None),
+        ({"stop": [texts[3]]}, "".join(texts[:3]), texts[3]),
+        ({"stop": [texts[3]], "include_stop_str_in_output": True}, "".join(texts[:4]), texts[3]),
+        ({"stop_token_ids": [answer[3]]}, "".join(texts[:3]), answer[3]),
+    ]
+    for body, text, reason in cases:
+        worker = ScriptedWorker(stop_at=body.get("stop_token_ids", [None])[0])
+        async with frontend(worker) as kit:
+            asked: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": 6} | body
+            if stream:
+                choices = [event["choices"][0] for event in await kit.stream(**asked) if "choices" in event]
+            else:
+                choices = (await kit.post("/v1/completions", **asked))[1]["choices"]
+        assert "".join(choice["text"] for choice in choices) == text
+        assert choices[-1]["stop_reason"] == reason
+        assert choices[-1]["finish_reason"] == ("length" if reason is None else "stop")
+
+
+async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
+    async def sent(**body: Any) -> list[int]:
+        worker = ScriptedWorker()
+        async with frontend(worker) as kit:
+            status, answer, _ = await kit.post("/v1/completions", model="m", max_tokens=2, **body)
+            assert status == 200, answer
+            return worker.requests[0].tokens
+
+    whole = TOKENS.encode("one two three four", special=True)
+    assert await sent(prompt="one two three four", truncate_prompt_tokens=3) == whole[-3:]
+    assert await sent(prompt="one two three four", truncate_prompt_tokens=-1) == whole
+    assert await sent(prompt=whole, truncate_prompt_tokens=2) == whole[-2:]
+    assert len(await sent(prompt="word " * 20_000, truncate_prompt_tokens=-1)) == 4096 - 2
+    assert await sent(prompt=whole * 9_000, truncate_prompt_tokens=4) == (2 * whole)[-4:]
 
 
 def test_a_template_knows_which_variables_it_reads() -> None:

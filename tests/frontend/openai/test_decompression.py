@@ -38,6 +38,7 @@ def test_truncated_data_is_refused(data: bytes, draw: st.DataObject) -> None:
         inflated(cut, "gzip", 10**6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lies", [True, False])
 def test_a_decompression_bomb_costs_no_more_than_the_limit(lies: bool) -> None:
     packed = gzip.compress(bytes(200 * 2**20), 9)

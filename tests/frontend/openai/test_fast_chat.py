@@ -77,6 +77,7 @@ def read_any_chat(body: bytes) -> ParsedRequest:
     return parse_any_chat(read_json(body))
 
 
+@pytest.mark.slow
 @given(BODIES)
 @settings(max_examples=600, deadline=None)
 def test_a_body_is_parsed_the_same_either_way(body: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from frontend_kit import frontend
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.openai.request_parser import DEFAULTED, parse_body, read_chat
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE, read_defaults
+from controller.frontend.openai.text.tokenizer import read_defaults
 from events.observations import RequestMigrated
+from events.token_bytes import BUILTIN_FILE
 from events.wire import Beat, Load, Sampling
 
 PROMPT = [300, 301, 302]

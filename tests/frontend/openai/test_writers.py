@@ -14,10 +14,13 @@ def test_a_restarted_echo_has_the_logprobs_of_its_own_tokens(kept: int) -> None:
     tokens, prompt = load_tokens(BUILTIN), [300, 301, 302]
     parsed = parse_completion({"model": "m", "prompt": prompt, "echo": True, "logprobs": 0})
     format = ResponseFormat(parsed, tokens, "1", 5)
-    context = AnswerContext(parsed.details, prompt, tokens.decode(prompt), logprobs=True)
+    accepted: list[int] = []
+    context = AnswerContext(prompt, tokens.decode(prompt), accepted, logprobs=True)
     writer = BufferedWriter(format, context)
     of_prompt = [Logprob(0.0), Logprob(-1.0), Logprob(-2.0)]
     writer.write([400, 401], [*of_prompt, Logprob(-3.0), Logprob(-4.0)])
+    accepted += [400, 401]
+    del accepted[kept:]
     writer.rewind(kept)
     again, own = ([400], [*of_prompt, Logprob(-3.0)]) if not kept else ([401], [Logprob(-4.0)])
     assert writer.write(again, own) == 1

@@ -268,6 +268,8 @@ def _shown(request: Generate) -> str:
         shown.append(f"priority={request.priority}")
     if request.guided is not None:
         shown.append(f"guided={next(iter(request.guided))}")
+    if request.guided_fallback is not None:
+        shown.append(f"guided_fallback={next(iter(request.guided_fallback))}")
     if request.prompt_text:
         shown.append(f'text="{request.prompt_text}"')
     if request.cache_epoch:

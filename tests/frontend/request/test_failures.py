@@ -18,7 +18,7 @@ from waits import until
 
 from controller.frontend.driver import RequestSink
 from controller.frontend.errors import FAULTS
-from controller.frontend.request.failures import classify, smallest_limit
+from controller.frontend.request.failures import classify
 from events.decisions import HealthStatus
 from events.observations import RequestAbandoned, RequestExposed, RequestMigrated
 from events.refusal import RequestRefusal
@@ -39,6 +39,7 @@ async def test_no_failure_needs_no_migration() -> None:
         assert (text, kit.said(RequestMigrated)) == (EXACT, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["finish", "disconnect", "error", "stall"])
 async def test_a_finished_request_is_freed_at_once_and_not_by_the_garbage_collector(how: str) -> None:
     async with frontend() as kit:
@@ -66,6 +67,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "error", "cause", "after"),
     [
@@ -321,7 +323,6 @@ async def test_a_limit_of_zero_disables_migration() -> None:
 
 
 async def test_n27_the_smallest_limit_applies() -> None:
-    assert smallest_limit(3, [None, 5, 2]) == 2
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
         await kit.add(first)
@@ -371,16 +372,16 @@ async def test_several_prompts_move_independently() -> None:
         assert kit.said(RequestMigrated)
 
 
-async def test_guided_decoding_does_not_move() -> None:
+async def test_a_constraint_without_a_grammar_does_not_move() -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
         for worker in (first, other):
             await kit.add(worker, engine="openai")
         kit.director.table.endpoints[("w2", "i1")].begin()
-        form = {"type": "json_object"}
-        events = await kit.stream(model="m", prompt=PROMPT, max_tokens=12, response_format=form)
+        lark = 'start: "a" | NAME\nNAME: /b+/'
+        events = await kit.stream(model="m", prompt=PROMPT, max_tokens=12, guided_grammar=lark)
         assert events[-1]["error"]["code"] == "disconnected"
-        assert first.requests[0].guided == {"response_format": form}
+        assert first.requests[0].guided == {"guided_grammar": lark}
         assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["guided_decoding"]
 
 

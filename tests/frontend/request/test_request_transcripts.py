@@ -32,6 +32,7 @@ def difference(path: Path, recorded: str, found: str) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", transcripts(), ids=lambda path: path.stem)
 def test_a_transcript_matches(path: Path, request: pytest.FixtureRequest) -> None:
     recorded = path.read_text()

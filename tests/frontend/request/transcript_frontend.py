@@ -323,7 +323,7 @@ class TranscriptFrontend:
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
         await self.settle()
-        await self._endpoints.close()
+        await self._endpoints.intake.close()
 
     def leftovers(self) -> list[str]:
         """Return what is left of ended requests: there must be nothing."""

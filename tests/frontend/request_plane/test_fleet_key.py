@@ -59,7 +59,7 @@ async def worker(key: FleetKey | None) -> AsyncIterator[tuple[WorkerServer, str]
 @asynccontextmanager
 async def frontend(key: FleetKey | None, url: str) -> AsyncIterator[RequestPlaneClient]:
     plane = RequestPlaneClient("f1", key=key)
-    plane.want({"w1": Address("i1", url)})
+    plane.set_workers({"w1": Address("i1", url)})
     task = asyncio.create_task(plane.run())
     try:
         yield plane
@@ -92,7 +92,7 @@ async def test_the_key_is_required_over_the_broker_too(road: Road) -> None:
         await server.start_behind(road.workers, "plane.w1.i1")
     plane, stranger = road.plane("f1", key=OURS), road.plane("f2", key=OTHERS)
     for one in (plane, stranger):
-        one.want({"w1": Address("i1", url)})
+        one.set_workers({"w1": Address("i1", url)})
     tasks = [asyncio.create_task(one.run()) for one in (plane, stranger)]
     await until(lambda: plane.reachable("w1", "i1"))
     await until(lambda: "another one" in stranger.why("w1"))

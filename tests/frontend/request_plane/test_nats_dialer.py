@@ -18,7 +18,8 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from transports import through
 from waits import turns, until
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.nats_dialer import NO_RESPONDERS, ChannelConnection
@@ -175,7 +176,7 @@ async def test_a_frontend_without_the_broker_reports_how_such_a_worker_is_reache
 ) -> None:
     worker = await (await behind(nats_server, "w1")).start()
     plane = RequestPlaneClient("f1")
-    plane.want({"w1": Address("i1", worker.url)})
+    plane.set_workers({"w1": Address("i1", worker.url)})
     task = asyncio.create_task(plane.run())
     said = ""
 
@@ -198,7 +199,7 @@ async def test_one_frontend_reaches_workers_at_their_ports_and_through_the_broke
     async with through(nats_server) as road:
         plane = road.plane("f1")
         await hidden.start()
-        plane.want({w.name: Address(w.instance, w.url) for w in (at_port, hidden)})
+        plane.set_workers({w.name: Address(w.instance, w.url) for w in (at_port, hidden)})
         task = asyncio.create_task(plane.run())
         await until(lambda: len(plane.connected) == 2)
         sinks = {name: RecordingSink() for name in ("w1", "w2")}
@@ -265,7 +266,7 @@ async def test_a_long_prompt_and_a_large_answer_pass_a_broker_with_small_message
     async with through(broker) as road:
         plane = road.plane("f1")
         await worker.start()
-        plane.want({"w1": Address("i1", worker.url)})
+        plane.set_workers({"w1": Address("i1", worker.url)})
         task = asyncio.create_task(plane.run())
         await until(lambda: bool(plane.connected))
         prompt = [300 + n % 1000 for n in range(200_000)]

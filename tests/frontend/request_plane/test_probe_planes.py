@@ -17,7 +17,7 @@ from events.wire import Generate, Sampling
 async def planes_to(worker: ScriptedWorker) -> AsyncIterator[ProbePlanes]:
     await worker.start()
     planes = ProbePlanes(RequestPlaneClient("canary"), RequestPlaneClient(cover_name()))
-    planes.want({worker.name: Address(worker.instance, worker.url)})
+    planes.set_workers({worker.name: Address(worker.instance, worker.url)})
     running = asyncio.ensure_future(planes.run())
     try:
         await until(lambda: all(plane and plane.connected for plane in (planes.marked, planes.unmarked)))

@@ -59,7 +59,7 @@ async def plane_to(
     plane = road.plane("f1", limits)
     for worker in workers:
         await road.lay(worker).start()
-    plane.want({w.name: Address(w.instance, w.url) for w in workers})
+    plane.set_workers({w.name: Address(w.instance, w.url) for w in workers})
     task = asyncio.create_task(plane.run())
     await until(lambda: len(plane.connected) == len(workers))
     try:
@@ -102,13 +102,13 @@ async def test_a_broken_connection_notifies_every_stream_at_once_and_is_reestabl
 async def test_another_instance_at_the_address_is_not_mistaken_for_the_wanted_one(road: Road) -> None:
     worker = await road.lay(ScriptedWorker(instance="i2")).start()
     plane = road.plane("f1")
-    plane.want({"w1": Address("i1", worker.url)})
+    plane.set_workers({"w1": Address("i1", worker.url)})
     task = asyncio.create_task(plane.run())
     await until(lambda: len(worker.hellos) >= 2)  # it has been refused once
     assert plane.connected == {}
     with pytest.raises(WorkerUnreachable):
         plane.open("w1", "i1", question(), RecordingSink())
-    plane.want({"w1": Address("i2", worker.url)})
+    plane.set_workers({"w1": Address("i2", worker.url)})
     await until(lambda: plane.connected == {"w1": "i2"})
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -135,7 +135,7 @@ async def test_workers_of_one_process_that_fall_silent_together_get_more_time(ro
     workers = [ScriptedWorker(f"w{n}", step_s=0.02) for n in range(3)]
     async with plane_to(road, *workers) as plane:
         house = {"w0": "h:1", "w1": "h:1", "w2": "h:2"}
-        plane.want({w.name: Address(w.instance, w.url, house[w.name]) for w in workers})
+        plane.set_workers({w.name: Address(w.instance, w.url, house[w.name]) for w in workers})
         await until(lambda: len(plane.connected) == 0)
         await until(lambda: len(plane.connected) == 3)
         sinks = [RecordingSink() for _ in workers]
@@ -165,12 +165,12 @@ async def test_silence_without_open_streams_is_no_hang(road: Road) -> None:
 async def test_a_silent_worker_does_not_count_as_recently_heard(road: Road) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker, limits=PlaneLimits(heard_s=0.3)) as plane:
-        await until(lambda: plane.heard == {"w1": "i1"})
+        await until(lambda: plane.responsive == {"w1": "i1"})
         worker.silent = True  # idle: stopped, or behind a network that drops everything
-        await until(lambda: plane.heard == {})
+        await until(lambda: plane.responsive == {})
         assert plane.connected == {"w1": "i1"}
         worker.silent = False
-        await until(lambda: plane.heard == {"w1": "i1"})
+        await until(lambda: plane.responsive == {"w1": "i1"})
 
 
 async def test_a_stuck_engine_with_a_live_loop_is_detected_and_recovers(road: Road) -> None:
@@ -291,7 +291,7 @@ async def test_a_workers_external_load_is_separated_from_our_share(road: Road) -
         await until(lambda: (plane.load("w1") or Load()).running == 3)
         assert plane.external_load("w1") == Load()
         stranger = road.plane("f2")
-        stranger.want({"w1": Address("i1", worker.url)})
+        stranger.set_workers({"w1": Address("i1", worker.url)})
         task = asyncio.create_task(stranger.run())
         await until(lambda: stranger.external_load("w1") == Load(running=3))
         task.cancel()
@@ -334,7 +334,7 @@ async def test_an_engine_busy_with_other_requests_is_distinguished_from_one_busy
     worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
     stranger = road.plane("f2")
     async with plane_to(road, worker) as plane:
-        stranger.want({"w1": Address("i1", worker.url)})
+        stranger.set_workers({"w1": Address("i1", worker.url)})
         task = asyncio.create_task(stranger.run())
         await until(lambda: stranger.reachable("w1", "i1"))
         worker.phase, worker.prefill_tokens, worker.step_age_ms = "prefill", 3_000, 20_000.0
@@ -378,11 +378,11 @@ async def test_an_engine_busy_with_other_requests_is_distinguished_from_one_busy
 async def test_a_worker_that_registers_an_invalid_address_is_only_unreachable(road: Road, url: str) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker) as plane:
-        plane.want({"w1": Address("i1", worker.url), "odd": Address("i1", url)})
+        plane.set_workers({"w1": Address("i1", worker.url), "odd": Address("i1", url)})
         await next_report(plane, worker)
         assert plane.reachable("w1", "i1")
         assert not plane.reachable("odd", "i1")
-        plane.want({"w1": Address("i1", worker.url)})
+        plane.set_workers({"w1": Address("i1", worker.url)})
 
 
 async def test_a_worker_without_frames_for_a_quarter_of_a_second_is_asked_last_before_it_counts_as_hung(
@@ -415,7 +415,7 @@ async def test_a_worker_with_a_slow_welcome_is_not_dialed_repeatedly() -> None:
     servers = [await asyncio.start_server(serve, "127.0.0.1", 0) for serve in (visited, hang_up)]
     slow, other = (f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers)
     plane = RequestPlaneClient("f1", PlaneLimits(backoff_s_max=0.1))
-    plane.want({"w1": Address("i1", slow), "w2": Address("i1", other)})
+    plane.set_workers({"w1": Address("i1", slow), "w2": Address("i1", other)})
     running = asyncio.create_task(plane.run())
     try:
         await until(lambda: plane.connected)
@@ -446,7 +446,7 @@ async def test_a_probe_waits_for_a_connection_in_progress_but_not_for_an_impossi
     plane = RequestPlaneClient(
         "f1", PlaneLimits(ask_connect_s=0.05, ask_connect_first_s=ENOUGH_S), {"tcp": dialer}
     )
-    plane.want({"w1": Address("i1", worker.url), "gone": Address("i1", "tcp://127.0.0.1:1")})
+    plane.set_workers({"w1": Address("i1", worker.url), "gone": Address("i1", "tcp://127.0.0.1:1")})
     running = asyncio.create_task(plane.run())
     asking = asyncio.ensure_future(anext(plane.ask("w1", question())))
     try:
@@ -468,14 +468,14 @@ async def test_a_probe_waits_for_a_connection_in_progress_but_not_for_an_impossi
 async def test_a_process_at_its_connection_limit_connects_to_another_worker_when_one_leaves() -> None:
     workers = [await ScriptedWorker(f"w{n}").start() for n in range(3)]
     plane = RequestPlaneClient("f1", PlaneLimits(connections_max=2, backoff_s_max=0.05))
-    plane.want({w.name: Address(w.instance, w.url) for w in workers})
+    plane.set_workers({w.name: Address(w.instance, w.url) for w in workers})
     task = asyncio.create_task(plane.run())
     await until(lambda: len(plane.connected) == 2)
     gone, _ = plane.connected
     others = [w for w in workers if w.name != gone]
     (waits,) = plane.by_worker.keys() - plane.connected.keys()
     await until(lambda: plane.by_worker[waits].failures > 3)  # attempts at the limit
-    plane.want({w.name: Address(w.instance, w.url) for w in others})
+    plane.set_workers({w.name: Address(w.instance, w.url) for w in others})
     await until(lambda: set(plane.connected) == {w.name for w in others})
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -488,7 +488,7 @@ async def test_many_connections_that_break_at_once_cause_one_notification() -> N
     told: list[int] = []
     async with plane_to(Road("tcp"), *workers) as plane:
         plane.listen(lambda: told.append(len(plane.connected)))
-        plane.want({})
+        plane.set_workers({})
         await until(lambda: told)
         await turns()
     assert told[0] == 0

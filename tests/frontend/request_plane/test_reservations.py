@@ -75,7 +75,7 @@ async def pair(road: Road) -> AsyncIterator[tuple[RequestPlaneClient, MovingWork
     plane = road.plane("f1")
     for worker in (source, target):
         await road.lay(worker).start()
-    plane.want({w.name: Address(w.instance, w.url) for w in (source, target)})
+    plane.set_workers({w.name: Address(w.instance, w.url) for w in (source, target)})
     task = asyncio.create_task(plane.run())
     await until(lambda: len(plane.connected) == 2)
     try:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from mortal_machines import MortalMachines
 from waits import virtual
 
 from benchmarks.overload.clients import Attempt, Clients, Coming
@@ -221,6 +222,7 @@ async def test_clients_of_preempted_answers_get_comments() -> None:
             assert client.read.count(b"data: [DONE]") == 1
 
 
+@pytest.mark.slow
 async def test_no_answer_is_preempted_for_longer_than_the_limit_or_again_after_it() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings(park_s=5.0)) as (one,):
         clients = [Reader(), Reader()]
@@ -276,7 +278,7 @@ async def test_a_client_that_leaves_during_preemption_is_removed() -> None:
 
 async def test_the_worker_of_a_preempted_answer_may_die() -> None:
     whole = await undisturbed()
-    kit = Machines(SHAPE, TIMING, 2)
+    kit = MortalMachines(SHAPE, TIMING, 2)
     async with world(kit, settings()) as (one,):
         clients = [Reader() for _ in range(4)]
         running = [stream(one, client) for client in clients]

@@ -8,7 +8,7 @@ from frontend_kit import Kit, frontend
 from scripted_worker import ScriptedWorker
 from waits import until
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.processes.frontend import RouterFeeds
 
 PROMPT = list(range(300, 300 + 64))  # four blocks

@@ -3,10 +3,10 @@
 A template is a program in the model's files. It runs in the sandbox of `jinja_environment`, which is imported with
 the first template.
 
-The API's messages differ from the messages that templates expect. Before rendering, they are converted as in vLLM's
-chat endpoint:
+The API's messages differ from the messages that templates expect. Before rendering, the API's messages are converted as
+in vLLM's chat endpoint:
 
-- Text parts are joined with newlines, unless the template loops over a message's parts: then it receives the parts.
+- Text parts are joined with newlines, unless the template loops over a message's parts. Such a template receives the parts.
 - A tool call's arguments are JSON text in the API, and an object in a template.
 - A template that does not know the role `developer` receives `system` instead.
 """
@@ -18,15 +18,18 @@ from pathlib import Path
 
 from events.errors import HoldfastError
 
+CONFIG_FILE = "tokenizer_config.json"
 ERROR_CHARS_MAX = 200  # characters quoted from a template's own error message
 SOURCE_CHARS_MAX = 262_144  # the longest published templates have 30,000 characters
 SIM_TEMPLATE = (
+    "{# Calls are written as <tool_call>{...}</tool_call>. #}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # text messages of these roles are the same in the API and in every template's format
 PLAIN_ROLES = frozenset({"user", "assistant", "system"})
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 Message = Mapping[str, object]
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a model's templates, as in transformers
 
@@ -88,9 +91,10 @@ class ChatTemplate:
     def __init__(
         self, source: str, specials: dict[str, str], with_tools: "ChatTemplate | None" = None
     ) -> None:
-        """Compile `source`.
+        """Compile the template `source`. Raise BadTemplate if `source` is invalid.
 
-        If tools are given, `with_tools` is rendered instead. Raise BadTemplate if the source is invalid.
+        `specials` maps the names of special tokens to their texts. For a request with tools, `with_tools` is rendered
+        instead of this template.
         """
         from jinja2 import TemplateError
         from jinja2.meta import find_undeclared_variables
@@ -99,6 +103,7 @@ class ChatTemplate:
 
         if len(source) > SOURCE_CHARS_MAX:
             raise BadTemplate(f"the chat template has more than {SOURCE_CHARS_MAX:,} characters")
+        self.source: str = source + (with_tools.source if with_tools is not None else "")
         self._environment, self._budget = jinja.ChatEnvironment(), jinja.RenderingBudget
         try:
             self._template = self._environment.from_string(source)
@@ -137,16 +142,34 @@ class ChatTemplate:
             why = str(error)[:ERROR_CHARS_MAX]  # the text may quote the messages
             raise BadTemplate(f"the chat template refused these messages: {why}") from error
 
+    def render_continued(self, messages: Sequence[Message], /, **extra: object) -> str:
+        """Render messages into a prompt that ends with the text of the last message, so that the answer continues it.
+
+        Raise BadTemplate if the last message has no text. Also raise it if the template refuses the messages, or does
+        not write the last one unchanged.
+        """
+        content = messages[-1].get("content") if messages else None
+        if isinstance(content, list):
+            content = content[-1].get("text") if content else None
+        if not isinstance(content, str) or not content.strip():
+            raise BadTemplate("the last message has no text that could be continued")
+        rendered = self.render(messages, **{**extra, "add_generation_prompt": False})
+        start = rendered.rfind(content.strip())
+        if start < 0:
+            raise BadTemplate("the chat template changes the last message, so that it cannot be continued")
+        exact = content.lstrip()  # the template may have removed the white space at its end
+        return rendered[: start + len(exact if rendered.startswith(exact, start) else content.strip())]
+
 
 def load_template(folder: Path | None) -> ChatTemplate | None:
-    """Return the chat template of a model's folder, or None if the model has none. Raise BadTemplate if it is invalid.
+    """Return the chat template of a model's folder, or None if the model has none.
 
-    Without a folder, return the template of the simulated engine.
+    If `folder` is None, return the template of the simulated engine. Raise BadTemplate if the template is invalid.
     """
     if folder is None:
         return ChatTemplate(SIM_TEMPLATE, {})
-    config = _config(folder / "tokenizer_config.json")
-    sources, specials = _sources(folder, config), _specials(config)
+    config, specials = _config(folder / CONFIG_FILE), special_names(folder)
+    sources = _sources(folder, config)
     if DEFAULT not in sources:
         return None
     with_tools = ChatTemplate(sources[WITH_TOOLS], specials) if WITH_TOOLS in sources else None
@@ -174,8 +197,12 @@ def _sources(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     return {str(name): source for name, source in sources.items() if isinstance(source, str)}
 
 
-def _specials(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the special tokens by name: the usual names, and the names that a model adds (`image_token`)."""
+def special_names(folder: Path) -> dict[str, str]:
+    """Return a model's special tokens by name: those in SPECIAL_NAMES, and its own ones, such as `image_token`.
+
+    Raise BadTemplate if the model's configuration cannot be read.
+    """
+    config = _config(folder / CONFIG_FILE)
     more = config.get("extra_special_tokens")
     found = {name: config.get(name) for name in SPECIAL_NAMES} | (more if isinstance(more, dict) else {})
     names = {

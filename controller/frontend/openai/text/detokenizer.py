@@ -2,27 +2,33 @@
 
 A detokenizer is exact and resumable: for the same tokens in any portions, from any number of workers, it returns the
 same text as decoding all tokens at once. In a byte-level vocabulary (Llama 3, Qwen, GPT, Holdfast's own) a token is a
-byte string, so detokenization is a table and an incremental UTF-8 decoder. Other vocabularies use the DecodeStream of
+byte string, so detokenization needs only a table and an incremental UTF-8 decoder. Other vocabularies use the DecodeStream of
 `tokenizers`, which has no flush and takes quadratic time on long runs of incomplete bytes. `StreamDetokenizer` works
 around both limitations.
 
 A stop string may begin in one token and end in another, even on another worker. Text that may be the beginning of a
-stop string is held back until the next text decides. No part of a stop string is ever sent.
+stop string is held back until further text completes the stop string or rules it out. No part of a stop string is ever sent.
 """
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from math import isfinite
+from types import MappingProxyType
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from events.errors import HoldfastError
+from events.token_bytes import bytes_of
+from events.wire import Logprob
 
 # a run of tokens without text is flushed at this length, because no character is that long
 INCOMPLETE_TOKENS_MAX = 64
+LOGPROB_MAX = 0.01  # tolerance for rounding in engines: a log probability is at most 0
+TOP_MAX = 256  # largest number of alternative tokens per position
 
 
 class InvalidOutput(HoldfastError):
@@ -30,15 +36,30 @@ class InvalidOutput(HoldfastError):
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
-    """Check that token ids are not negative and below `vocabulary`. Raise InvalidOutput if one is not.
+    """Raise InvalidOutput if a token id is negative, or not below `vocabulary`.
 
-    The driver checks the first tokens of an attempt. Writers check all others, because the fastest writer looks
-    tokens up in a table of the vocabulary anyway.
+    The request driver checks only the first tokens of an attempt. Response writers check all later tokens, because
+    the fastest writer finds invalid ids anyway when it looks tokens up in a table of the vocabulary.
     """
     if len(tokens) == 1 and 0 <= tokens[0] < vocabulary:
         return  # min and max of one token take four times as long
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
         raise InvalidOutput("a token outside the vocabulary")
+
+
+def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
+    """Raise InvalidOutput if the logprobs of a chunk are impossible, or a token id is not below `vocabulary`.
+
+    A logprob that is not a number or is above 0 counts as the worker's fault.
+    """
+    for one in logprobs:
+        if not (isfinite(one.chosen) and one.chosen <= LOGPROB_MAX) or len(one.top) > TOP_MAX:
+            raise InvalidOutput("a logprob that is not a number, or above 0")
+        for token, logprob in one.top:
+            if not 0 <= token < vocabulary:
+                raise InvalidOutput("an alternative outside the vocabulary")
+            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf is valid: the token cannot be drawn
+                raise InvalidOutput("a logprob that is not a number, or above 0")
 
 
 class ByteTable:
@@ -58,7 +79,7 @@ class ByteTable:
             if token in added:
                 data = b"" if added[token].special else added[token].content.encode()
             else:
-                data = _bytes_of(tokenizer.id_to_token(token) or "")
+                data = bytes_of(tokenizer.id_to_token(token) or "")
             self.bytes[token], self.text[token] = data, None
             with suppress(UnicodeDecodeError):
                 text = self.text[token] = data.decode()
@@ -70,7 +91,10 @@ class ByteTable:
 
 
 class ByteDetokenizer:
-    """Converts tokens to text by table. `pending` is true while bytes of an incomplete character are held back."""
+    """Converts tokens to text with a ByteTable.
+
+    `pending` is true while bytes of an incomplete character are held back.
+    """
 
     __slots__ = ("_decoder", "pending", "table")
 
@@ -92,9 +116,17 @@ class ByteDetokenizer:
         self.pending = False
         return self._decoder.decode(b"", True)
 
+    def drop(self) -> None:
+        """Forget the bytes of an incomplete character."""
+        self.pending = False
+        self._decoder.reset()
+
 
 class StreamDetokenizer:
-    """Converts tokens to text with DecodeStream, with a limited buffer and a flush."""
+    """Converts tokens to text with the DecodeStream of `tokenizers`, and adds a limited buffer and a flush.
+
+    `pending` is true while tokens without text are held back.
+    """
 
     __slots__ = ("_held", "_shown", "_stream", "_tokenizer")
 
@@ -104,6 +136,10 @@ class StreamDetokenizer:
         # a few tokens before the held tokens, because decoding depends on the preceding tokens
         self._shown: list[int] = []
         self._held: list[int] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._held)
 
     def feed(self, token: int) -> str:
         self._held.append(token)
@@ -117,7 +153,7 @@ class StreamDetokenizer:
         return self._restart() if len(self._held) > INCOMPLETE_TOKENS_MAX else ""
 
     def _restart(self) -> str:
-        """Return the text of the held tokens, and start a new stream after them."""
+        """Return the text of the tokens that are held back, and start a new DecodeStream after them."""
         text = self.flush()
         self._stream = DecodeStream(ids=self._shown, skip_special_tokens=True)
         return text
@@ -130,65 +166,31 @@ class StreamDetokenizer:
         self._shown, self._held = (self._shown + self._held)[-8:], []
         return whole[len(before) :] if whole.startswith(before) else alone
 
+    def drop(self) -> None:
+        """Forget the held tokens, which have produced no text yet."""
+        self._held = []
+        self._stream = DecodeStream(ids=self._shown, skip_special_tokens=True)
+
 
 Detokenizer = ByteDetokenizer | StreamDetokenizer
 
 
-class StopChecker:
-    """Finds stop strings, and holds back the end of a text while it may be the beginning of a stop string.
-
-    Each character is compared once per stop string, however much of the string has matched (Knuth, Morris and Pratt,
-    1977). Otherwise a client could repeatedly match most of a stop string and make the search quadratic.
-    """
-
-    __slots__ = ("_held", "_stops", "stopped")
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Search for `stops`: at least one string, and no empty one."""
-        self._stops = [_Stop(stop) for stop in stops]
-        self._held = ""
-        self.stopped = False
-
-    def feed(self, text: str, *, armed: bool = True) -> str:
-        """Add text and return the text that may be sent now.
-
-        While `armed` is false (before `min_tokens`), stop strings are ignored.
-        """
-        if not armed:
-            return self.rest() + text
-        whole, known = self._held + text, len(self._held)
-        found = min((known + at for stop in self._stops if (at := stop.feed(text)) is not None), default=None)
-        if found is not None:
-            self.stopped, self._held = True, ""
-            return whole[:found]
-        keep = max(stop.matched for stop in self._stops)
-        self._held = whole[len(whole) - keep :]
-        return whole[: len(whole) - keep]
-
-    def rest(self) -> str:
-        """Return the text that is held back. Called when no further text follows that could complete a stop string."""
-        held, self._held = self._held, ""
-        for stop in self._stops:
-            stop.matched = 0
-        return held
-
-
 class _Stop:
-    """One stop string, and how many of its first characters the text ends with."""
+    """One stop string, and how many of its first characters the end of the text so far matches."""
 
-    __slots__ = ("_back", "_stop", "matched")
+    __slots__ = ("_back", "matched", "text")
 
     def __init__(self, stop: str) -> None:
-        self._stop = stop
+        self.text = stop
         self._back = _borders(stop)
-        self.matched = 0  # number of the stop string's characters that the text ends with
+        self.matched = 0
 
     def feed(self, text: str) -> int | None:
-        """Add text. Return the index in it at which the stop string starts, or None if the string is not complete.
+        """Add text. Return the index in `text` at which the stop string starts, or None if it is not complete yet.
 
         The index is negative if the stop string starts in earlier text.
         """
-        stop, matched = self._stop, self.matched
+        stop, matched = self.text, self.matched
         if not matched and stop[0] not in text:
             return None
         for at, character in enumerate(text):
@@ -204,7 +206,10 @@ class _Stop:
 
 @lru_cache(64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return for each prefix length of `stop` the length of the longest shorter prefix with which the prefix ends."""
+    """Return for each prefix of `stop`, from the shortest to the longest, the length of its longest border.
+
+    A border of a text is a shorter text with which it begins and ends: the longest border of `ababa` is `aba`.
+    """
     back = [0, 0]
     for character in stop[1:]:
         size = back[-1]
@@ -217,27 +222,53 @@ def _borders(stop: str) -> tuple[int, ...]:
 class IncrementalDetokenizer:
     """Converts the tokens of one answer to text as they arrive, and stops at stop strings.
 
-    `tokens` is the number of tokens so far.
+    The end of the text is held back while it may be the beginning of a stop string. The search takes linear time for
+    each stop string (Knuth, Morris and Pratt, 1977). With a simpler search, a client could repeatedly match most of a
+    stop string and make the search quadratic.
     """
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stop_checker", "tokens")
+    __slots__ = (
+        "_detokenizer", "_held", "_include_stop", "_min_tokens", "_special", "_stops", "_tokens", "stop", "stopped",
+    )  # fmt: skip
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
-        """Start an answer. Stop strings are searched from token number `min_tokens` on."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        min_tokens: int,
+        special: Mapping[int, str] = MappingProxyType({}),
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        """Start an answer. Stop strings are ignored before token number `min_tokens`. None of them may be empty.
+
+        `special` maps the ids of special tokens to the names that the text shows for them. With `include_stop`, the
+        text includes the stop string that ended it.
+        """
+        self._include_stop = include_stop
+        self.stop = ""  # the stop string that was found
         self._detokenizer = detokenizer
-        self._stop_checker = StopChecker(stops) if stops else None
+        self._special = special
+        self._stops = [_Stop(stop) for stop in stops]
         self._min_tokens = min_tokens
-        self.tokens = 0
+        self._tokens = 0  # number of tokens so far
+        self._held = ""
+        self.stopped = False  # whether a stop string was found; if so, nothing more may be sent
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found, so that nothing more may be sent."""
-        return self._stop_checker is not None and self._stop_checker.stopped
+    def pending(self) -> bool:
+        """Whether bytes of an incomplete character are held back."""
+        return self._detokenizer.pending
 
     def feed(self, token: int) -> str:
         """Add a token. Return the text that may be sent now."""
-        self.tokens += 1
-        return self._checked(self._detokenizer.feed(token))
+        self._tokens += 1
+        text = self._with_special(token) if self._special else self._detokenizer.feed(token)
+        return self._checked(text) if self._stops else text  # most answers have no stop strings
+
+    def _with_special(self, token: int) -> str:
+        name = self._special.get(token)
+        return self._detokenizer.feed(token) if name is None else self._detokenizer.flush() + name
 
     def feed_text(self, text: str, tokens: int) -> str:
         """Add a text that came without tokens and counts as `tokens`. Return the text that may be sent now.
@@ -246,36 +277,34 @@ class IncrementalDetokenizer:
         character.
         """
         self._detokenizer.flush()
-        self.tokens += tokens
+        self._tokens += tokens
         return self._checked(text)
 
+    def drop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens, which have produced only a part of a character."""
+        self._detokenizer.drop()
+        self._tokens -= tokens
+
     def _checked(self, text: str) -> str:
-        if self._stop_checker is None:
+        """Search text for stop strings. Return the text that may be sent now."""
+        if not self._stops or self._tokens < self._min_tokens:
             return text
-        return self._stop_checker.feed(text, armed=self.tokens >= self._min_tokens)
+        whole, known = self._held + text, len(self._held)
+        found = min(
+            ((known + at, stop.text) for stop in self._stops if (at := stop.feed(text)) is not None),
+            default=None,
+        )
+        if found is not None:
+            at, self.stop = found
+            self.stopped, self._held = True, ""
+            return whole[: at + len(self.stop)] if self._include_stop else whole[:at]
+        sent = len(whole) - max(stop.matched for stop in self._stops)
+        self._held = whole[sent:]
+        return whole[:sent]
 
     def end(self) -> str:
         """Return the remaining text of an answer that ends without a stop string."""
         if self.stopped:
             return ""
         text = self._checked(self._detokenizer.flush())
-        if self.stopped or self._stop_checker is None:
-            return text
-        return text + self._stop_checker.rest()
-
-
-@lru_cache(maxsize=1)
-def byte_of_char() -> dict[str, int]:
-    """Map each printable character that stands for a byte in byte-level BPE to its byte: 188 stand for themselves, 68
-    are shifted.
-    """
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shifted = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
-
-
-def _bytes_of(token: str) -> bytes:
-    chars = byte_of_char()
-    if all(char in chars for char in token):
-        return bytes(chars[char] for char in token)
-    return token.encode()
+        return text + self._held

@@ -6,7 +6,7 @@ end, and `"x" * 10**9` uses all memory. So each rendering has a budget of steps 
     a loop's body or condition, a call, a filter, an operator   1 step
     a text that is read or created                              1 step per 256 characters
     a list that is read or created                              1 step per 8 items
-    a value that is compared or converted to text               the same for all texts and lists in the value
+    a value that is compared or converted to text               the steps of reading all texts and lists in the value
     slower operations (sorting, `tojson` with an indent …)      8 or 16 times as many steps
     one operation                                               at most `OPERATION_STEPS_MAX`
     an argument that sets a width or a count                    at most `WIDTH_MAX`
@@ -35,6 +35,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 # Enough for 1,000 messages with 1,000 steps each, or for 256 million characters. A step takes about 0.3 µs.
 STEPS_MAX = 1_000_000
@@ -57,7 +58,7 @@ SIZE_FILTERS = {"count", "d", "default", "first", "last", "length"}  # filters t
 REFERENCE_FILTERS = {
     "attr", "batch", "items", "join", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
 }  # fmt: skip
-"""Filters that read a list's items but not their contents. `join` counts its parts."""
+"""Filters that read the items of a list but not the contents of the items. For `join`, `_parts` charges the contents."""
 SLOW_FILTERS = {"dictsort", "groupby", "sort", "title", "unique", "urlencode", "wordcount"}
 READING_TESTS = {
     "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt", "ne",
@@ -133,17 +134,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.finalize = self._printed
         self.filters = {
             name: self._counted_filter(name, filter)
-            for name, filter in self.filters.items()
+            for name, filter in (self.filters | {"tojson": _tojson}).items()
             if name not in REMOVED_FILTERS
         }
-        self.filters["tojson"] = self._counted_filter("tojson", _tojson)
-        self.filters |= {
-            "_step": self._step,
-            "_concat": self._concat,
-            "_slice": self._slice,
-            "_compared": self._compared,
-            "_searched": self._searched,
-        }
+        charges = (self._step, self._concat, self._slice, self._compared, self._searched)
+        self.filters |= {charge.__name__: charge for charge in charges}
         self.tests = {
             name: self._counted_test(test) if name in READING_TESTS else test
             for name, test in self.tests.items()
@@ -152,7 +147,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = _rewritten(Parser(self, source, name, filename).parse())
+        tree = _Rewriter().visit(Parser(self, source, name, filename).parse())
         assert isinstance(tree, nodes.Template)
         return tree
 
@@ -174,7 +169,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: object, /, *args: object, **kwargs: object) -> object:
-        """Call a function, a method or a macro. Raise OverBudget if its cost exceeds the budget."""
+        """Call a function, a method or a macro. Raise OverBudget if the cost of the call exceeds the budget."""
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
         name = getattr(obj, "__name__", "")
         if owner is not None and name in REFUSED_METHODS:
@@ -192,9 +187,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def _spend_on_text(
         self, name: str, text: str, args: tuple[object, ...], given: tuple[object, ...]
     ) -> None:
-        """Charge the cost of a filter or method beyond reading its text and arguments. Raise OverBudget.
+        """Charge to the budget what a filter or method costs besides reading its text and its arguments.
 
-        `args` are the arguments given by position, and `given` are all arguments.
+        `args` are the arguments given by position, and `given` are all arguments. Raise OverBudget if the budget is
+        exceeded.
         """
         spend = self.budget.spend
         if name in WIDE:
@@ -214,7 +210,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif name == "list":
             spend(len(text) // ITEMS_OF_A_STEP)
         if name in QUADRATIC:
-            spend(len(text) * max(map(_chars, given), default=0) // CHARS_OF_A_STEP)
+            longest = max((len(one) for one in given if isinstance(one, str)), default=0)
+            spend(len(text) * longest // CHARS_OF_A_STEP)
 
     def _counted_filter(self, name: str, filter: Callable[..., object]) -> Callable[..., object]:
         """Return a filter that works like `filter` and charges its inputs and its result to the budget."""
@@ -246,7 +243,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
     def _counted_test(self, test: Any) -> Callable[..., object]:
-        """Return a test that works like `test` and charges its inputs to the budget."""
+        """Return a Jinja2 test (as in `x is defined`) that works like `test` and charges its inputs to the budget."""
 
         @wraps(test)
         def counted(value: object, *args: object, **kwargs: object) -> object:
@@ -257,7 +254,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
     def _printed(self, value: object) -> object:
-        """Charge the cost of printing a value, with all values in it. Return the value."""
+        """Charge the cost of printing a value and all values in it to the budget. Return the value."""
         if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
         cost = _whole_cost(value)
@@ -266,21 +263,24 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, value: object) -> object:
-        """Charge the cost of comparing a value, with all values in it. Return the value."""
+        """Charge the cost of comparing a value and all values in it to the budget. Return the value."""
         self.budget.spend(_whole_cost(value))
         return value
 
     def _searched(self, value: object) -> object:
-        """Charge the cost of searching a container.
+        """Charge the cost of searching a container to the budget, and return the container.
 
-        Return the container. In a dict only one key is read, which costs nothing extra.
+        Searching a dict costs nothing extra, because only one key is read.
         """
         if not isinstance(value, dict):
             self.budget.spend(_whole_cost(value))
         return self._items(value) if isinstance(value, Iterator) else value
 
     def _counted_value(self, value: object) -> object:
-        """Charge a value and return it. A lazily computed sequence is charged item by item, as it is read."""
+        """Charge the cost of reading a value to the budget, and return the value.
+
+        A lazily computed sequence is charged item by item, as it is read.
+        """
         if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
         if isinstance(value, Iterator):
@@ -294,7 +294,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             yield value
 
     def _parts(self, value: Any, separator: str) -> list[object]:
-        """Return the parts of a join as a list.
+        """Return the parts of a `join` filter as a list, and charge the cost of joining them to the budget.
 
         Raise OverBudget if the joined text would exceed the limit of one operation.
         """
@@ -309,12 +309,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return parts
 
     def _step(self, value: object, steps: int) -> object:
-        """Charge `steps` and return `value`. Loops and macros of the rewritten syntax tree call this."""
+        """Charge `steps` to the budget, and return `value`. Called by loops and macros of the rewritten syntax tree."""
         self.budget.spend(steps)
         return value
 
     def _concat(self, parts: Sequence[object]) -> str:
-        """Return the concatenation of parts, as the operator `~` does, and charge its cost."""
+        """Return the concatenation of parts, as the operator `~` does, and charge its cost to the budget."""
         self.budget.spend(1 + sum(map(_whole_cost, parts)))
         texts = [str(part) for part in parts]
         self.budget.spend(sum(map(len, texts)) // CHARS_OF_A_STEP)
@@ -338,21 +338,22 @@ class _Generation(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _rewritten(node: nodes.Node) -> nodes.Node:
-    """Rewrite a syntax tree so that its operations charge the budget. Return the new root.
+class _Rewriter(NodeTransformer):
+    """Rewrites a syntax tree so that its operations charge the budget.
 
-    Each loop and macro gets a step. The operator `~`, slices and comparisons become filters.
+    Each loop and macro gets an instruction that charges steps. The operator `~`, slices and comparisons become filters.
     """
-    for field, value in node.iter_fields():
-        if isinstance(value, nodes.Node):
-            setattr(node, field, _rewritten(value))
-        elif isinstance(value, list):
-            setattr(node, field, [_rewritten(v) if isinstance(v, nodes.Node) else v for v in value])
-    return _charged(node)
+
+    def generic_visit(self, node: nodes.Node, *args: object, **kwargs: object) -> nodes.Node:
+        """Rewrite the children of a node, then the node. Return the node, or the node that replaces it."""
+        return _charged(super().generic_visit(node))
 
 
 def _charged(node: nodes.Node) -> nodes.Node:
-    """Return a node that charges its own operation to the budget, without its children."""
+    """Make a node charge its own operation to the budget, but not the operations of its children.
+
+    Return the node, or the node that replaces it.
+    """
     match node:
         case nodes.For():
             if node.test is not None:
@@ -373,11 +374,11 @@ def _charged(node: nodes.Node) -> nodes.Node:
 
 
 def _count_in(body: list[nodes.Node]) -> None:
-    """Insert the charge of a body at its start: one step, plus the cost of its constant text."""
-    constant = 0
-    for part in body:
-        own = [part] if isinstance(part, nodes.TemplateData) else []
-        constant += sum(len(data.data) for data in (*own, *part.find_all(nodes.TemplateData)))
+    """Insert a charge at the start of the body of a loop or macro.
+
+    The charge is one step, plus the cost of the constant text in the body.
+    """
+    constant = sum(len(text.data) for text in nodes.Template(body).find_all(nodes.TemplateData))
     steps = nodes.Const(1 + constant // CHARS_OF_A_STEP)
     body.insert(0, nodes.ExprStmt(_filter(nodes.Const(True), "_step", [steps])))
 
@@ -387,16 +388,17 @@ def _filter(value: nodes.Expr, name: str, args: list[nodes.Expr]) -> nodes.Filte
 
 
 def _cost(value: object) -> int:
-    """Return the steps for reading or copying a value, without the values in it."""
+    """Return the number of steps that reading or copying a value costs, without the values inside a list or mapping."""
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
     return len(value) // ITEMS_OF_A_STEP if isinstance(value, list | tuple | dict | range) else 0
 
 
 def _whole_cost(value: object) -> int:
-    """Return the steps for reading a value and all values in it, but little more than the limit of one operation.
+    """Return the number of steps that reading a value and all values in it costs.
 
-    Raise OverBudget if the value is nested too deeply.
+    The count may stop as soon as it exceeds the limit of one operation, because the operation is then refused. Raise
+    OverBudget if the value is nested too deeply.
     """
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
@@ -426,13 +428,9 @@ def _whole_cost(value: object) -> int:
 
 
 def _width(values: Sequence[object]) -> int:
-    """Return the width of an indentation: the largest width among its arguments, or the default of 4."""
+    """Return an upper bound of the width of an indentation: the largest width among the arguments, but at least 4."""
     widths = [len(value) if isinstance(value, str) else value for value in values]
     return max([4, *(width for width in widths if isinstance(width, int))])
-
-
-def _chars(value: object) -> int:
-    return len(value) if isinstance(value, str) else 0
 
 
 def _product_cost(left: object, right: object) -> int:
@@ -496,7 +494,10 @@ def _strftime_now(format: str) -> str:
 
 
 def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
-    """Derive the message format that a template expects from its syntax tree: the fields of `MessageFormat`, in order."""
+    """Return the message format that a template expects: the fields of `MessageFormat`, in order.
+
+    The format is derived from the template's syntax tree.
+    """
     parts = _loops_over_parts(tree)
     strings = not parts or any(test.name == "string" for test in tree.find_all(nodes.Test))
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
@@ -518,7 +519,10 @@ def _loops_over_parts(tree: nodes.Template) -> bool:
 
 
 def _kinds(value: nodes.Node, names: Set[tuple[str, str]]) -> set[str]:
-    """Return what a value may refer to ("messages", "message" or "content"), through any filters and slices."""
+    """Return what a value may refer to ("messages", "message" or "content"), through any filters and slices.
+
+    `names` contains each variable of the template together with what it may refer to.
+    """
     while isinstance(value, nodes.Filter) and value.node is not None:
         value = value.node
     match value:

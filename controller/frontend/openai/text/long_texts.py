@@ -29,9 +29,7 @@ RETRY_AFTER_S = 1
 
 
 class LongTexts:
-    """Runs tokenization and decompression in a few threads of one frontend, and limits the texts that wait for the
-    threads.
-    """
+    """Runs tokenization and decompression in a few threads of one frontend, and limits the texts that wait."""
 
     def __init__(self, settings: TokenizingSettings, bounds: BoundMetrics) -> None:
         """Start without texts. `bounds` counts each refused text."""
@@ -42,7 +40,7 @@ class LongTexts:
         self.chars = 0  # total characters of the texts that are being tokenized or wait
 
     async def read(self, chars: int, work: "partial[T]") -> T:
-        """Return the result of `work`, which processes this many characters. Work on a long text runs in a thread.
+        """Return the result of `work`, which processes `chars` characters. Work on a long text runs in a thread.
 
         Raise ApiError (503) if too many characters wait, or if no thread becomes free in time.
         """
@@ -51,9 +49,10 @@ class LongTexts:
         return await self._run(self._lanes[chars > HUGE_TEXT], chars, work)
 
     async def inflate(self, size: int, work: "partial[T]") -> T:
-        """Return the result of `work`, which decompresses a body to this many bytes, in a thread.
+        """Return the result of `work`, which decompresses a body of `size` compressed bytes, in a thread.
 
-        Raise ApiError (503) if too many characters wait, or if the thread does not become free in time.
+        Each compressed byte counts as one waiting character. Raise ApiError (503) if too many characters wait, or if
+        the thread does not become free in time.
         """
         return await self._run(self._inflating, size, work)
 

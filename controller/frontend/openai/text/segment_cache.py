@@ -45,30 +45,25 @@ _AROUND_ALL = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "
 class SegmentCache:
     """Caches the tokens of recent segments for one tokenizer. Used only from the event loop."""
 
-    def __init__(
-        self, added: dict[str, int], tokenizer: Tokenizer, kept_bytes: int = KEPT_BYTES, *, bare: bool = True
-    ) -> None:
-        """Start empty. `added` maps the tokenizer's added tokens to ids. `kept_bytes` is the size of the cache."""
+    def __init__(self, added: dict[str, int], tokenizer: Tokenizer, *, bare: bool = True) -> None:
+        """Start empty. `added` maps the tokenizer's added tokens to ids.
+
+        `bare` states that the tokenizer adds no tokens around a text.
+        """
         cut = re.compile(f"({_longest_of(added)})")
         self._cut = partial(cut.split, maxsplit=CUTS_MAX) if added else lambda text: [text]
         self._added: dict[str, Sequence[int]] = {"": ()} | {text: (token,) for text, token in added.items()}
         self.bare = bare  # whether the tokenizer adds nothing around a text, even with `special`
         self._tokenizer = tokenizer
-        self._segment_bytes_max = kept_bytes // SEGMENT_SHARE
-        self._kept: OrderedDict[str, array[int]] = OrderedDict()  # least recently used first
-        self._room = kept_bytes
-
-    @property
-    def kept(self) -> Collection[str]:
-        """The cached segments, least recently used first."""
-        return self._kept.keys()
+        self.kept: OrderedDict[str, array[int]] = OrderedDict()  # least recently used first
+        self.bytes_max = KEPT_BYTES
+        self._bytes = 0  # size of the cached segments
 
     @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, config: TokenizerJson, kept_bytes: int = KEPT_BYTES
-    ) -> "SegmentCache | None":
-        """Return an empty cache for a tokenizer with this JSON, or None if the tokenizer's segments may depend on each
-        other.
+    def of(cls, tokenizer: Tokenizer, config: TokenizerJson) -> "SegmentCache | None":
+        """Return an empty cache for a tokenizer, or None if its segments may depend on each other.
+
+        `config` is the tokenizer's JSON.
         """
         if not _reads_segments_alone(config):
             return None
@@ -79,12 +74,12 @@ class SegmentCache:
         if any(not text or len(text) > ADDED_MAX or tokenizer.token_to_id(text) != ids[text] for text in ids):
             return None
         bare = all(part["type"] in ("ByteLevel", "Sequence") for part in parts_of(config["post_processor"]))
-        return cls(ids, tokenizer, kept_bytes, bare=bare)
+        return cls(ids, tokenizer, bare=bare)
 
     async def read(self, text: str, threads: LongTexts) -> list[int]:
-        """Return the tokens of a text, without tokens that a tokenizer adds around it.
+        """Return the tokens of a text, without the tokens that a tokenizer adds around it.
 
-        `threads` tokenize segments not in the cache.
+        Segments that are not in the cache are tokenized through `threads`.
         """
         parts = self._cut(text)
         tokens: list[int] = []
@@ -108,27 +103,27 @@ class SegmentCache:
         return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _known(self, part: str) -> Sequence[int] | None:
-        tokens = self._kept.get(part)
+        tokens = self.kept.get(part)
         if tokens is None:
             return self._added.get(part)
-        self._kept.move_to_end(part)
+        self.kept.move_to_end(part)
         return tokens
 
     def _keep(self, segment: str, tokens: Sequence[int]) -> None:
-        if segment in self._kept:  # another request tokenized it in the meantime
+        if segment in self.kept:  # another request tokenized it in the meantime
             return
         kept = array("I", tokens)
         takes = _takes(segment, kept)
-        if takes > self._segment_bytes_max:
+        if takes > self.bytes_max // SEGMENT_SHARE:
             return
-        self._kept[segment] = kept
-        self._room -= takes
-        while self._room < 0:
-            self._room += _takes(*self._kept.popitem(last=False))
+        self.kept[segment] = kept
+        self._bytes += takes
+        while self._bytes > self.bytes_max:
+            self._bytes -= _takes(*self.kept.popitem(last=False))
 
 
 def _takes(segment: str, tokens: "array[int]") -> int:
-    """Return an upper limit of the size of a cached segment in bytes, which is the same whenever the segment is measured."""
+    """Return an upper limit of the size of a cached segment in bytes. The same segment always gives the same limit."""
     char_bytes = 1 if segment.isascii() else CHAR_BYTES
     return ENTRY_BYTES + len(segment) * char_bytes + len(tokens) * tokens.itemsize
 
@@ -148,7 +143,7 @@ def _reads_segments_alone(config: TokenizerJson) -> bool:
 
 
 def _longest_of(words: Collection[str]) -> str:
-    """Return a regular expression that matches the longest of these words.
+    """Return a regular expression that matches the longest of these words that starts at a position of a text.
 
     The expression is a tree. A plain alternation of thousands of words would try each word at every `<` of a text.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
+from events.token_bytes import BUILTIN_FILE
 
 VOCABULARY = 2048
 SPECIALS = ("<unk>", "<s>", "</s>")

@@ -11,12 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.frontend.openai.request_parser import parse_completion
-from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer, StopChecker
+from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from controller.frontend.openai.writers import BufferedWriter, ResponseFormat, StreamingWriter
 from events.wire import Logprob
 
 LETTERS = st.text(alphabet="ab", max_size=30)
+
+
+class StopChecker(IncrementalDetokenizer):
+    """Searches texts for stop strings."""
+
+    def __init__(self, stops: list[str], min_tokens: int = 0) -> None:
+        super().__init__(load_tokens(BUILTIN).detokenizer(), stops, min_tokens)
+
+    def feed_piece(self, text: str) -> str:
+        """Add a text that counts as one token. Return the text that may be sent now."""
+        return self.feed_text(text, 1)
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -34,11 +45,11 @@ def test_any_split_gives_the_text_before_the_first_stop_string(
 ) -> None:
     window, said = StopChecker(stops), ""
     for piece in cut(text, places):
-        said += window.feed(piece)
+        said += window.feed_piece(piece)
         if window.stopped:
             break
     if not window.stopped:
-        said += window.rest()
+        said += window.end()
     assert window.stopped == any(stop in text for stop in stops)
     if not window.stopped:
         assert said == text
@@ -50,7 +61,7 @@ def test_any_split_gives_the_text_before_the_first_stop_string(
 @given(LETTERS, st.text(alphabet="ab", min_size=1, max_size=4))
 def test_text_that_cannot_become_a_stop_string_is_not_held_back(text: str, stop: str) -> None:
     window = StopChecker([stop])
-    said = window.feed(text)
+    said = window.feed_piece(text)
     held = len(text) - len(said) if not window.stopped else 0
     assert held < len(stop)
 
@@ -64,13 +75,13 @@ def test_the_held_text_is_the_longest_beginning_of_a_stop_string(
     text: str, stops: list[str], at: int
 ) -> None:
     window = StopChecker(stops)
-    said = window.feed(text[:at]) + ("" if window.stopped else window.feed(text[at:]))
+    said = window.feed_piece(text[:at]) + ("" if window.stopped else window.feed_piece(text[at:]))
     if not window.stopped:
         beginnings = [
             stop[:size] for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])
         ]
         assert said + max(beginnings, key=len) == text
-        assert (window.feed("", armed=False), window.feed("c")) == (max(beginnings, key=len), "c")
+        assert (window.end(), StopChecker(stops, 2).feed_piece(text)) == (max(beginnings, key=len), text)
 
 
 class Seen(str):
@@ -87,11 +98,16 @@ class Seen(str):
     "text", ["a" * 5000, ("a" * 300 + "c") * 20, ("a" * 150 + "d" + "a" * 149 + "e") * 20]
 )
 def test_nearly_matching_stop_strings_cost_no_more_than_others(text: str) -> None:
-    stops = [Seen("a" * 299 + "b"), Seen("c" * 300), Seen("a" * 150 + "d" + "a" * 150), Seen("ab" * 150)]
+    stops: list[str] = [
+        Seen("a" * 299 + "b"),
+        Seen("c" * 300),
+        Seen("a" * 150 + "d" + "a" * 150),
+        Seen("ab" * 150),
+    ]
     window = StopChecker(stops)
     Seen.looks = 0
     for piece in cut(text, list(range(0, len(text), 4))):
-        window.feed(piece)
+        window.feed_piece(piece)
     assert 0 < Seen.looks <= 3 * len(stops) * len(text)
 
 
@@ -202,6 +218,7 @@ def test_cached_parts_of_events_equal_uncached_ones(chat: bool, usage: bool) -> 
 
         goes_on: dict[str, object] = {"logprobs": None, "finish_reason": None}
         said = [{"content": tokens.text_of(token)} for token in (300, 301)]
+        ending = {"logprobs": None, "finish_reason": reason, "stop_reason": None}
         opening = [whole([{"delta": {"role": "assistant", "content": ""}, **goes_on}])] if chat else []
         assert b"".join(page.parts) == b"".join(
             [
@@ -210,9 +227,7 @@ def test_cached_parts_of_events_equal_uncached_ones(chat: bool, usage: bool) -> 
                     whole([{**({"delta": one} if chat else {"text": one["content"]}), **goes_on}])
                     for one in said
                 ),
-                whole(
-                    [{**({"delta": {}} if chat else {"text": ""}), "logprobs": None, "finish_reason": reason}]
-                ),
+                whole([{**({"delta": {}} if chat else {"text": ""}), **ending}]),
                 whole([], {"total_tokens": 3}),
             ]
         )

@@ -24,8 +24,9 @@ from controller.frontend.openai.text.segment_cache import (
     TEXT_MAX,
     SegmentCache,
 )
-from controller.frontend.openai.text.tokenizer import BUILTIN, BUILTIN_FILE, Tokens, load_tokenizer
+from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer
 from controller.frontend.settings import FrontendSettings
+from events.token_bytes import BUILTIN_FILE
 
 THREADS = Intake(FrontendSettings()).long_texts
 ADDED = [
@@ -173,9 +174,13 @@ CUT: dict[str, Tokenizer] = {
 
 LARGE = {name: Tokens(tokenizer, None) for name, tokenizer in CUT.items()}
 # The cache holds only a few segments, so that they are evicted.
-SMALL = {name: Tokens(tokenizer, None, kept_bytes=500 * SEGMENT_SHARE) for name, tokenizer in CUT.items()}
+SMALL = {name: Tokens(tokenizer, None) for name, tokenizer in CUT.items()}
+for small in SMALL.values():
+    assert small.segments is not None
+    small.segments.bytes_max = 500 * SEGMENT_SHARE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CUT)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
@@ -252,6 +257,7 @@ WHOLE: dict[str, Tokenizer] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 @given(text=TEXTS | TEXTS.map(lambda text: f"{text} <|user|> {text}"))
 @settings(max_examples=20, deadline=None)
@@ -288,7 +294,8 @@ class Reader:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.read: list[str] = []
-        self.segments = SegmentCache({"<s>": 7}, self, kept_bytes)  # type: ignore[arg-type]
+        self.segments = SegmentCache({"<s>": 7}, self)  # type: ignore[arg-type]
+        self.segments.bytes_max = kept_bytes
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
         """Implements the tokenizer's method."""
@@ -329,10 +336,12 @@ async def test_a_segment_that_would_evict_all_others_is_not_cached() -> None:
     assert await reader(some, some, much, much) == [some, much, much]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["{} ", "{} 你好 ", "{} 😀"])
 async def test_the_cache_uses_no_more_memory_than_allowed(text: str) -> None:
     room = 400_000
-    segments = SegmentCache({"<s>": 1}, load_tokenizer(BUILTIN), room)
+    segments = SegmentCache({"<s>": 1}, load_tokenizer(BUILTIN))
+    segments.bytes_max = room
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

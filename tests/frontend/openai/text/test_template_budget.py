@@ -94,6 +94,7 @@ LONG_OPERATIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", LONG_OPERATIONS)
 def test_no_single_operation_takes_long(source: str) -> None:
     """It would block the event loop beyond the time of a rendering: the clock is read only between operations."""
@@ -113,6 +114,7 @@ def test_a_message_as_long_as_the_longest_context_is_rendered() -> None:
     assert text == f"<|user|>{content.strip()}<|end|>{content}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ENDLESS + HUGE)
 def test_a_template_is_stopped_before_it_uses_too_much_time_or_memory(source: str) -> None:
     with pytest.raises(BadTemplate, match=r"more than|digits|not allowed|recursion"):

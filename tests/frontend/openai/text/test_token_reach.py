@@ -77,6 +77,7 @@ def tokens_of(name: str) -> Tokens:
     return Tokens(ALL[name], None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @given(text=TEXTS)
 @example(text="ab" * 3000)

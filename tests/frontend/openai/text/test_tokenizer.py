@@ -21,7 +21,6 @@ from controller.frontend.openai.text.detokenizer import INCOMPLETE_TOKENS_MAX, S
 from controller.frontend.openai.text.jinja_environment import ChatEnvironment
 from controller.frontend.openai.text.tokenizer import (
     BUILTIN,
-    BUILTIN_FILE,
     TokenizerMissing,
     Tokens,
     load_tokenizer,
@@ -29,12 +28,14 @@ from controller.frontend.openai.text.tokenizer import (
     ready_tokens,
 )
 from controller.frontend.settings import FrontendSettings
+from events.token_bytes import BUILTIN_FILE
 
 SIM = load_tokens(BUILTIN)
 SIM_TOKENIZER = load_tokenizer(BUILTIN)
 SPECIAL = ("<unk>", "<s>", "</s>")
 
 
+@pytest.mark.slow
 def test_the_shipped_tokenizer_is_the_scripts_output() -> None:
     assert json.loads(make_sim_tokenizer.make().to_str()) == json.loads(BUILTIN_FILE.read_text())
 
