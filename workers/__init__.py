@@ -1,1 +1,1 @@
-"""The worker process: runs an engine and serves it to frontends. Never imports the controller."""
+"""The worker process: runs an engine and serves it to frontends. It never imports the controller."""

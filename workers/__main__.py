@@ -1,4 +1,4 @@
-"""Runs one worker process (`python -m workers`), without the rest of the command line."""
+"""Runs one worker process (`python -m workers`), without importing the other `holdfast` commands."""
 
 from workers.cli import leave, main
 

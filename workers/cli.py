@@ -20,7 +20,10 @@ GC_THRESHOLDS = (20_000, 20, 50)  # objects: startup creates many objects and al
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each worker setting, by group. Some flags also get the name that Dynamo's mocker uses."""
+    """Add one flag for each worker setting, in groups.
+
+    Some flags have an alias, which is the flag of NVIDIA Dynamo's mocker for the same setting.
+    """
     defaults = WorkerSettings()
     for title, settings in groups().items():
         group = parser.add_argument_group(title)
@@ -41,7 +44,10 @@ def run_cli(args: argparse.Namespace) -> int:
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Call `run` and return its exit code. If `run` raises, report the error on stderr and return the matching code."""
+    """Call `run` and return its exit code. If `run` raises, report the error and return the error's exit code.
+
+    The exit code is USAGE for a UsageError, FAILED for any other HoldfastError, and BROKE for every other exception.
+    """
     try:
         return run()
     except UsageError as error:
@@ -50,9 +56,8 @@ def exit_code(run: Callable[[], int]) -> int:
     except HoldfastError as error:
         print(f"holdfast worker: {error}", file=sys.stderr)
         return FAILED
-    except (
-        Exception
-    ) as error:  # Python's own exit code would be FAILED, which means that the worker recorded its end
+    # Python's own exit code would be FAILED, which means that the worker recorded its end
+    except Exception as error:
         import structlog
 
         structlog.get_logger(__name__).critical("worker_broke", exc_info=error)
@@ -76,7 +81,7 @@ def _run(flags: Mapping[str, object]) -> int:
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    """Run a worker and end the process."""
+    """Run a worker, then end the process with the worker's exit code."""
     leave(run_cli(args))
 
 
@@ -90,8 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def leave(code: int) -> NoReturn:
     """End the process with `code`.
 
-    If the worker failed or other threads still run, the process skips Python's cleanup, because a thread that is stuck in
-    an engine step would block the exit.
+    If the worker failed or other threads still run, skip Python's cleanup, which a thread stuck in an engine step would block.
     """
     with contextlib.suppress(OSError, ValueError):  # the readers of stdout and stderr may be gone
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Counters of one worker's requests, moves and connections, and the totals of a drain.
+"""Counters of one worker: requests, moves of streams, connections, and ends of streams in a drain.
 
 The admin port exports the counters as metrics. Canaries are not counted as requests, but their tokens are counted.
 """
@@ -57,7 +57,7 @@ class WorkerCounters:
     connections_refused: dict[str, int] = field(default_factory=dict)  # by bound
 
     def refused(self, bound: str) -> None:
-        """Count a connection that was closed because of `bound`, one of CONNECTION_BOUNDS."""
+        """Count a connection that was closed because of the limit `bound`, a name in CONNECTION_BOUNDS."""
         self.connections_refused[bound] = self.connections_refused.get(bound, 0) + 1
 
     def finished(self, lasted_s: float) -> None:
@@ -69,8 +69,8 @@ class WorkerCounters:
     def dropped(self, why: str, lasted_s: float) -> None:
         """Count a stream that its frontend no longer reads.
 
-        `why` is "complete" if the frontend has all the output that it needs, "elsewhere" or "drained" if it moved the request
-        to another worker. Any other reason counts as cancelled.
+        `why` is "complete" if the frontend has all the output that it needs. If the frontend moved the request to another
+        worker, `why` is "elsewhere", or "drained" if the move was due to a drain. Any other reason counts as cancelled.
         """
         if why == "complete":
             self.finished(lasted_s)
@@ -90,7 +90,8 @@ class WorkerCounters:
     def moved(self, direction: str, outcome: str, size: int = 0, stopped_s: float | None = None) -> None:
         """Count a planned move of a stream to this worker ("in") or away from it ("out").
 
-        `outcome` is "declined", "failed" (after the move began) or "committed". A committed move adds its `size` in bytes.
+        `outcome` is "declined", "failed" (after the move began) or "committed". `size` is the number of bytes that a committed
+        move has transferred.
         `stopped_s` is the time in seconds for which the stream produced no tokens; None if it is not measured.
         """
         self.moves[direction, outcome] = self.moves.get((direction, outcome), 0) + 1
@@ -101,7 +102,10 @@ class WorkerCounters:
             self.stops[bisect_left(STOP_BOUNDS_S, stopped_s)] += 1
 
     def failed(self, error: str) -> None:
-        """Count a stream that ended with `error`, under the error's reason, the part before the first colon."""
+        """Count a stream that ended with `error`, by the reason: the text before the first colon of `error`.
+
+        A reason that is not in ERRORS counts as engine_error.
+        """
         reason = error.partition(":")[0]
         if reason not in ERRORS:  # keeps the number of label values small
             reason = "engine_error"
@@ -112,7 +116,7 @@ class WorkerCounters:
 class Refusal:
     """The reason why a worker refuses new requests, and whether it also refuses canaries.
 
-    A worker that may return to service still accepts canaries.
+    A worker that can return to service without a restart still accepts canaries.
     """
 
     reason: str
@@ -122,12 +126,12 @@ class Refusal:
 class DrainState:
     """Decides whether a worker refuses a new request, and counts the streams that end during a drain.
 
-    A drain begins when the worker receives the drain command. A frontend may read the drain on the journal before that. The
-    count then begins when this frontend moves the first stream away because of the drain.
+    Counting begins when the worker receives the drain command. A frontend may learn of the drain earlier, from the journal. In
+    that case, counting begins when that frontend moves its first stream away.
     """
 
     def __init__(self, counters: WorkerCounters) -> None:
-        """Start without a drain, so that every request is accepted. `counters` count how streams end."""
+        """Start without a drain: every request is accepted. `counters` counts the ways in which streams end."""
         self.refusal: Refusal | None = None
         # whether frontends are notified to send no new requests; requests already in transit are still accepted
         self.deregistered = False
@@ -139,16 +143,16 @@ class DrainState:
 
     @property
     def draining(self) -> bool:
-        """Whether frontends are notified to send no new requests."""
+        """Whether the worker tells frontends to send no new requests."""
         return self.deregistered or self.refusal is not None
 
     def refuses(self, canary: bool) -> str:
-        """Return why a new request or canary is refused; empty if it is accepted."""
+        """Return why a new request is refused; empty if it is accepted. `canary` is true if the request is a canary."""
         refusal = self.refusal
         return refusal.reason if refusal and (refusal.canaries_too or not canary) else ""
 
     def deregister(self) -> None:
-        """Begin a drain in which frontends are notified to send no new requests, but requests are not refused."""
+        """Begin a drain in which the worker tells frontends to send no new requests, but refuses none."""
         self._begin()
         self.deregistered = True
 
@@ -161,7 +165,7 @@ class DrainState:
             self._begin()
 
     def _begin(self) -> None:
-        """Start counting for the drain, unless a frontend has already started it."""
+        """Start counting for the drain, unless counting began earlier because a frontend moved a stream away."""
         self._before = self._before or self._counters.ends
         self._drained_by.clear()
 
@@ -174,18 +178,18 @@ class DrainState:
             self._before = self._before or self._counters.ends
             self._drained_by.add(frontend)
 
-    def asked_by(self, frontend: str) -> None:
+    def note_request(self, frontend: str) -> None:
         """Record a request from `frontend`.
 
-        A frontend sends no requests to a worker that it drains. If it was draining this worker, the drain was cancelled before
-        the drain command arrived, so stop counting.
+        A frontend sends no requests to a draining worker. If this frontend moved streams away before the drain command
+        arrived, a new request therefore means that the drain was cancelled, and counting stops.
         """
         if frontend in self._drained_by:
             self._drained_by.clear()
             self._before = None
 
     def drained(self) -> Ends:
-        """Return the counts of streams that ended since the drain began, or since the last call if that is later."""
+        """Return the counts of streams that ended since the drain began, or since the last call in this drain."""
         now = self._counters.ends
         before, self._before = self._before or now, now
         return now - before

@@ -12,13 +12,15 @@ FAILED = 1
 USAGE = 2
 """A usage error."""
 BROKE = 70
-"""The worker ended without recording it: an unexpected error, or a cleanup that did not finish (EX_SOFTWARE of sysexits.h)."""
+"""The worker ended without recording its end on the journal: an unexpected error, or a cleanup that did not finish (EX_SOFTWARE
+of sysexits.h)."""
 KILLED = 137
-"""A rehearsal killed this worker, one of many in its process. The number is what a shell reports for a killed process."""
+"""An injected fault killed this worker, one of many in its process. The number is what a shell reports for a killed process."""
 RENEWED = -1
 """Not an exit code: this instance of a worker has ended, and the same process starts the next one."""
 LINGER_S = 0.5
-"""Seconds for the event loop to end. In Python 3.11 it would wait for a thread that hangs in a call."""
+"""Seconds that the event loop gets to end before the process is ended. In Python 3.11, the loop waits for a thread that hangs in
+a call."""
 
 
 def exit_within(seconds: float, code: int) -> threading.Timer:

@@ -1,26 +1,29 @@
-"""The frontends of one worker: their connections, streams and beats, and their limits.
+"""The frontends of one worker: their connections, streams and heartbeats, and their limits.
 
     connects ── hello ──▶ a frontend
         └── a stranger until then
 
-A connection belongs to a stranger until its client has sent a valid hello. If a new connection exceeds the limit, in total or
-of its address, one connection is closed:
+A connection is a stranger's until its client has sent a valid hello. If a new connection exceeds the limit on all connections or
+the limit per address, one connection is closed. If the limit per address is exceeded, only connections from this address are
+considered:
 
-1. The oldest stranger's connection is closed, if there is a stranger besides the new connection.
-2. Otherwise the new connection stays until its hello. Then the frontend that has no stream and has been idle longest is closed.
-3. If all other frontends have streams, the new connection is closed.
+1. If there are strangers besides the new connection, the oldest stranger's connection is closed.
+2. If there are none, the new connection stays until its hello. If a limit is still exceeded at the hello, one frontend is
+   disconnected: of the frontends without streams, the one that has been idle longest.
+3. If all other frontends have streams at the hello, the new connection is closed.
 
-So clients that connect and send nothing cannot keep frontends out. A compromised worker that opens connections with the
-fleet's key cannot either, because its connections have no streams and are closed in favour of new ones.
+By these rules, clients that connect and send nothing cannot keep frontends out. Nor can a compromised worker that opens
+connections with the fleet's key: such connections have no streams, and are closed in favour of new ones.
 
 While a frontend keeps up, every engine step is sent as one frame. Steps within one millisecond of each other are sent together,
 unless a stream begins or ends in one of them. While a frontend does not keep up, steps accumulate in a backlog, in which the
 chunks of one stream are joined (`wire.join`). The backlog is sent as one frame when the frontend reads again. The backlog is
 bounded in bytes and in time. If a bound is exceeded, the connection is closed and the frontend's streams are cancelled.
 
-A frontend with open streams receives a frame at least every 100 ms. Other frontends receive one every second, all at the same
-time. If no step was sent, the frame is a beat. While steps are sent, a beat follows every 0.25 s. A beat carries the engine's
-phase and the age of that phase, because no other message reveals an engine that is stuck while the event loop still runs.
+A frontend with open streams receives a frame at least every 100 ms. If no step was sent, the frame is a heartbeat (`Beat`).
+While steps are sent, a heartbeat is sent every 0.24 s. Frontends without streams receive a heartbeat every second, all at the
+same time. A heartbeat carries the engine's phase and the age of that phase. No other message reveals an engine that is stuck
+while the event loop still runs.
 
 A stream begins in prefill, decodes from its first output on, and ends. Canaries have streams, but do not count as users'
 requests.
@@ -30,7 +33,7 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import structlog
@@ -56,7 +59,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """Limits on what is buffered for a frontend that does not read, in bytes and seconds."""
+    """Limits, in bytes and seconds, on what is buffered for a frontend that does not read."""
 
     buffer_bytes: int = 256 * 1024  # unsent bytes above which steps accumulate
     # upper estimate of the backlog, sent as one frame and therefore below FRAME_BYTES_MAX
@@ -67,7 +70,7 @@ class BufferLimits:
 
 
 class FrontendConnection:
-    """The sending side of one frontend's connection, and its streams. `FrontendProtocol` is the receiving side."""
+    """The sending side of one frontend's connection, and the connection's streams. `FrontendProtocol` is the receiving side."""
 
     def __init__(self, transport: asyncio.BaseTransport, patience: BufferLimits) -> None:
         self.frontend = ""  # empty until its hello
@@ -82,8 +85,8 @@ class FrontendConnection:
         self.beaten_at = 0.0
         self.stepped_at = 0.0  # time of the last step sent
         self._patience = patience
-        self._transport: asyncio.Transport | None = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=patience.buffer_bytes)
+        self.transport: asyncio.Transport | None = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=patience.buffer_bytes)
         _tune(transport.get_extra_info("socket"))
         self._paused_at: float | None = None
         self._backlog: list[Chunk] = []
@@ -102,12 +105,16 @@ class FrontendConnection:
 
     def lost(self) -> None:
         """Stop sending after the transport has been closed."""
-        self._transport = None
+        self.transport = None
         if self._leaving is not None:
             self._leaving.cancel()
 
     def send(self, frame: ToFrontend) -> None:
-        """Write one frame after the steps of a burst. If the frontend does not keep up, the frame overtakes the backlog."""
+        """Write one frame.
+
+        If a burst of steps (each within a millisecond of the last) waits to be sent together, send the burst first. If the
+        frontend does not keep up, write the frame before the backlog.
+        """
         if self._leaving is not None and self._paused_at is None:
             self._send_backlog()
         self._write(frame)
@@ -115,13 +122,14 @@ class FrontendConnection:
     def _write(self, frame: ToFrontend) -> None:
         if self.blackholed:
             self.tainted = True
-        elif self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.encode(frame))
+        elif self.transport is not None and not self.transport.is_closing():
+            self.transport.write(wire.encode(frame))
 
     def flush(self) -> None:
-        """Send the chunks of the current engine step as one frame.
+        """Send the chunks of the current engine step as one frame, or add them to the backlog.
 
-        In a burst of steps, or if the frontend does not keep up, add the chunks to the backlog instead.
+        While the frontend does not keep up, chunks are added to the backlog. If the last step was sent less than a millisecond
+        ago, the chunks wait in the backlog for at most a millisecond. They do not wait if a stream begins or ends in this step.
         """
         batch, self.batch = self.batch, []
         if self.blackholed:
@@ -144,7 +152,7 @@ class FrontendConnection:
             self._leaving = loop.call_later(burst_s, self._leave)
 
     def _leave(self) -> None:
-        """Send the backlog at the end of a burst."""
+        """Send the engine steps of a burst, which have waited in the backlog for up to a millisecond."""
         self._leaving = None
         if self._paused_at is None:
             self._send_backlog()
@@ -173,31 +181,26 @@ class FrontendConnection:
             self._write(Step(chunks))
 
     @property
-    def sock(self) -> socket.socket | None:
-        """The connection's socket; None if the frontend connects through the broker or the connection is lost."""
-        return None if self._transport is None else self._transport.get_extra_info("socket")
-
-    @property
     def behind(self) -> bool:
-        """Whether the frontend does not keep up with its output, so that a beat would only wait behind other frames."""
+        """Whether the frontend reads its output too slowly. If so, a heartbeat would only wait behind other frames."""
         return self._paused_at is not None
 
     def cut_if_stalled(self, now: float) -> None:
-        """Abort the connection if its frontend has read nothing for more than `stalled_s_max` (`now`: loop time)."""
+        """Abort the connection if its frontend has read nothing for more than `stalled_s_max` seconds. `now` is the loop time."""
         if self._paused_at is not None and now - self._paused_at > self._patience.stalled_s_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="stalled", streams=len(self.streams))
             self.abort()
 
     def abort(self) -> None:
         """Abort the connection at once, without sending what is buffered."""
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def close(self) -> None:
         """Send the backlog and all buffered bytes, then close the connection."""
         self._send_backlog()
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,31 +212,33 @@ class FrontendLimits:
     per_address_max: int = 256
 
 
+@dataclass(eq=False)
 class FrontendConnections:
     """Tracks the open connections of one worker and closes one when a limit is exceeded."""
 
-    def __init__(
-        self, worker: str, counters: WorkerCounters, limits: FrontendLimits, key: FleetKey | None = None
-    ) -> None:
-        """Build an empty set of connections. `key` is the fleet key that frontends must know; None: any client may connect."""
-        self.key = key
-        self.blackholed = False  # whether a rehearsal drops all traffic in both directions
-        self.open: set[FrontendConnection] = set()
-        self._strangers: dict[FrontendConnection, None] = {}  # oldest first
-        self._by_address: Counter[str] = Counter()
-        self._counters = counters
-        self._limits = limits
-        self.none_open = asyncio.Event()  # set while no connection is open
+    worker: str
+    counters: WorkerCounters
+    limits: FrontendLimits
+    key: FleetKey | None = None  # the fleet key that frontends must know; None: any client may connect
+    blackholed: bool = False  # whether a rehearsal drops all traffic in both directions
+    open: set[FrontendConnection] = field(default_factory=set)
+    _strangers: dict[FrontendConnection, None] = field(default_factory=dict)  # oldest first
+    _by_address: Counter[str] = field(default_factory=Counter)
+    none_open: asyncio.Event = field(default_factory=asyncio.Event)  # set while no connection is open
+
+    def __post_init__(self) -> None:
         self.none_open.set()
-        self._worker = worker
 
     @property
     def any_greeted(self) -> bool:
-        """Whether any connection has sent its hello, so that requests may still arrive."""
+        """Whether any connection has sent its hello. If so, requests may still arrive."""
         return any(connection.frontend for connection in self.open)
 
     def add(self, connection: FrontendConnection) -> None:
-        """Add a new connection. If a limit is exceeded, abort the oldest stranger's connection, unless that is the new one."""
+        """Add a new connection. If a limit is exceeded, abort the oldest earlier connection without a hello, if any.
+
+        If the limit per address is exceeded, only connections from the new connection's address are considered.
+        """
         address = connection.address
         connection.blackholed = self.blackholed
         self.open.add(connection)
@@ -247,28 +252,28 @@ class FrontendConnections:
                 self._break(first, bound)
 
     def _exceeded(self, address: str) -> str:
-        """Return the name of the limit that the open connections exceed, in total or from `address`; empty if none."""
-        limits = self._limits
+        """Return the name of the exceeded limit, the one for `address` or the one for all connections; empty if none."""
+        limits = self.limits
         if address and 0 < limits.per_address_max < self._by_address[address]:
             return "connections_of_address"
         return "connections" if 0 < limits.total_max < len(self.open) else ""
 
     def _break(self, connection: FrontendConnection, why: str) -> None:
-        self._counters.refused(why)
-        log.warning("connection_refused", worker=self._worker, why=why, open=len(self.open))
+        self.counters.refused(why)
+        log.warning("connection_refused", worker=self.worker, why=why, open=len(self.open))
         self.remove(connection)
         connection.abort()
 
-    def greeted(self, connection: FrontendConnection) -> bool:
-        """Record that a connection has sent its hello, so that it belongs to a frontend.
+    def greeted(self, connection: FrontendConnection) -> None:
+        """Record that the client of `connection` has sent its hello and so is a frontend.
 
-        If this exceeds a limit on connections, abort one connection: of those without streams, the one that has been idle
-        longest. If every other connection has streams, abort `connection` itself and return False. Otherwise return True.
+        If a connection limit is exceeded, abort one connection without streams: the one that has been idle longest. If every
+        other connection has streams, abort `connection` itself.
         """
         self._strangers.pop(connection, None)
         bound = self._exceeded(connection.address)
         if not bound:
-            return True
+            return
         unused = (
             one
             for one in self.open
@@ -278,12 +283,11 @@ class FrontendConnections:
         )
         least = min(unused, key=lambda one: one.used_at if one is not connection else float("inf"))
         self._break(least, f"{bound}_unused" if least is not connection else bound)
-        return least is not connection
 
     def cut_strangers(self, since: float) -> None:
         """Abort connections that were opened before the loop time `since` and have sent no hello."""
         for connection in [one for one in self._strangers if one.opened_at < since]:
-            self._counters.refused("hello_wait")
+            self.counters.refused("hello_wait")
             self.remove(connection)
             connection.abort()
 
@@ -299,8 +303,8 @@ class FrontendConnections:
         if not self.open:
             self.none_open.set()
 
-    def tell(self, frame: ToFrontend) -> None:
-        """Send `frame` to every frontend, but not to strangers."""
+    def broadcast(self, frame: ToFrontend) -> None:
+        """Send `frame` to every frontend, on each connection that has sent a hello."""
         for connection in self.open:
             if connection.frontend:
                 connection.send(frame)
@@ -322,7 +326,7 @@ class FrontendConnections:
             connection.abort()
 
     def blackhole(self, on: bool) -> None:
-        """Start to drop all traffic in both directions without closing connections, or stop that if `on` is False.
+        """While `on` is true, drop all traffic in both directions and keep the connections open.
 
         When the blackhole stops, abort the connections that lost data, because a stream with missing chunks must not continue.
         """
@@ -334,52 +338,48 @@ class FrontendConnections:
 
 
 class Heartbeats:
-    """Sends beats to the frontends of one worker, with the engine's phase and load."""
+    """Sends heartbeats (`Beat` frames) with the engine's phase and load to the frontends of one worker."""
 
     def __init__(self, engine: Engine, connections: FrontendConnections, drain: DrainState) -> None:
         self._engine = engine
         self._connections = connections
         self._drain = drain
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._due = 0.0  # time of the next tick
         self._idle_due = 0.0  # time of the next beat to frontends without streams
 
     def start(self) -> None:
-        """Start sending beats on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._next(self._loop.time() + TICK_S)
+        """Start sending heartbeats on the running event loop."""
+        self._next(asyncio.get_running_loop().time() + TICK_S)
 
     def stop(self) -> None:
-        """Stop sending beats."""
+        """Stop sending heartbeats."""
         if self._ticking is not None:
             self._ticking.cancel()
 
     def beat(self) -> Beat:
-        """Return a beat with the engine's current phase, the age of the phase in milliseconds, and the engine's load."""
+        """Return a heartbeat with the engine's current phase, the age of the phase in milliseconds, and the engine's load."""
         engine, draining = self._engine, self._drain.draining
         phase = engine.phase()
         age_ms = max(0.0, (time.monotonic() - phase.since) * 1e3) if phase.name != "idle" else 0.0
         return Beat(phase.name, age_ms, phase.prefill_tokens, engine.load(), draining, engine.ranks())
 
     def beat_all(self) -> None:
-        """Send a beat to every frontend at once."""
-        self._connections.tell(self.beat())
+        """Send a heartbeat to every frontend at once."""
+        self._connections.broadcast(self.beat())
 
     def hasten(self) -> None:
-        """Bring the next tick forward, because a stream has begun and its frontend now needs a frame every 100 ms."""
-        assert self._loop is not None
-        due = self._loop.time() + TICK_S
+        """Check for due heartbeats earlier than planned, because the frontend of a new stream needs a frame every 100 ms."""
+        due = asyncio.get_running_loop().time() + TICK_S
         if due < self._due:
             self._next(due)
 
     def _tick(self) -> None:
-        """Send the beats that are due, and schedule the next tick.
+        """Send the heartbeats that are due, and schedule the next check.
 
-        The next tick is as late as possible, because a thousand idle servers can share one event loop.
+        The next check is scheduled as late as possible, because a thousand idle servers may share one event loop.
         """
-        assert self._loop is not None
-        now = self._loop.time()
+        now = asyncio.get_running_loop().time()
         if idle := now >= self._idle_due - TICK_S / 4:
             self._idle_due = now + IDLE_BEAT_S - TICK_S
         due, beat = self._idle_due, None
@@ -398,19 +398,18 @@ class Heartbeats:
         self._next(max(now + TICK_S / 4, due))
 
     def _next(self, due: float) -> None:
-        """Schedule the next tick at the loop time `due`, in place of any earlier schedule."""
-        assert self._loop is not None
+        """Schedule the next check for due heartbeats at the loop time `due`. It replaces the check that was scheduled before."""
         if self._ticking is not None:
             self._ticking.cancel()
         self._due = due
-        self._ticking = self._loop.call_at(due, self._tick)
+        self._ticking = asyncio.get_running_loop().call_at(due, self._tick)
 
 
 def _owed(connection: FrontendConnection) -> float:
-    """Return the loop time at which a connection with streams needs its next beat.
+    """Return the loop time at which a connection with streams needs its next heartbeat.
 
-    A frame with a step postpones the beat, because it shows that the worker is alive. The beat follows after 0.24 s even then,
-    because only beats carry the worker's load.
+    A frame with a step postpones the heartbeat, because the frame shows that the worker is alive. A heartbeat still follows
+    within 0.24 s of the last one, because only heartbeats carry the worker's load.
     """
     return min(max(connection.beaten_at, connection.stepped_at) + TICK_S, connection.beaten_at + LOAD_S)
 
@@ -448,7 +447,7 @@ class RequestOrigin(NamedTuple):
 
     @classmethod
     def of(cls, request: Generate) -> "RequestOrigin":
-        """Return the properties of `request` that outlive its submission to the engine."""
+        """Return the properties of `request` that are still needed after its submission to the engine."""
         prompt = request.prompt_tokens
         return cls(request.request, prompt, len(request.tokens) - prompt, request.sampling)
 
@@ -470,10 +469,10 @@ class Stream:
 
 
 class StreamTable:
-    """Holds all open streams of one worker, by the engine's keys, and counts those of users."""
+    """Holds all open streams of one worker, by their keys in the engine, and counts users' streams."""
 
     def __init__(self, heartbeats: Heartbeats) -> None:
-        """Build an empty table. `heartbeats` brings the next beat forward when a stream begins."""
+        """Build an empty table. Each new stream makes `heartbeats` check earlier which heartbeats are due."""
         self._heartbeats = heartbeats
         self.by_key: dict[int, Stream] = {}
         self.users = 0  # number of streams that are not canaries

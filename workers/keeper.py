@@ -4,19 +4,19 @@
     with      SIGKILL ─▶ sockets closed ─▶ ended
                                              └─ 0.1 s ─▶ the keeper ends ─▶ memory freed
 
-The diagram shows what happens after a SIGKILL, without and with a keeper. Frontends move a dead worker's streams when its
-connection ends. The kernel frees a dying process's memory before it closes the sockets (`exit_mm` before `exit_files` in
-Linux's do_exit). Freeing takes 6 ms for a small worker, 50 ms with torch loaded, and 140 ms for a gigabyte. The kernel frees
-the memory only when the last process that uses it ends, so a second process with the same memory avoids the delay.
+The diagram shows what happens after a SIGKILL, without and with a keeper. Frontends move the streams of a dead worker when
+their connections to it end. The kernel frees a dying process's memory before it closes the sockets (`exit_mm` before
+`exit_files` in Linux's do_exit). Freeing takes 6 ms for a small worker, 50 ms with torch loaded, and 140 ms for a gigabyte. The
+kernel frees the memory only when the last process that uses it ends, so a second process with the same memory avoids the delay.
 
-The keeper is a `clone` with CLONE_VM alone: a process with the worker's memory and a copy of the worker's descriptors. The
-keeper runs no Python, because the interpreter belongs to the worker. It calls a few libc functions, one after the other, on
-separate stacks (makecontext). The calls close all descriptors except one, a pidfd of the worker, and wait until the worker
-has ended for any reason.
+The keeper is a `clone` with CLONE_VM as the only flag: a process that shares the worker's memory and has a copy of the worker's
+descriptors. The keeper runs no Python, because the interpreter belongs to the worker. The keeper calls a few libc functions,
+one after the other, on separate stacks (makecontext). The calls close all descriptors except one, a pidfd of the worker, and
+wait until the worker has ended for any reason.
 
-A pidfd reports the worker's end after the last thread's last file is closed. PDEATHSIG comes too early, at the end of one
-thread, and the end of a pipe comes while the sockets are still being closed. The keeper blocks every signal that can be
-blocked, and a plain `wait` of the worker does not return the keeper.
+The keeper waits on a pidfd, which reports the worker's end only after the last thread has closed its last file. Two
+alternatives would be too early: PDEATHSIG arrives when one thread ends, and the end of a pipe while the sockets are still being
+closed. The keeper blocks every signal that can be blocked. A plain `wait` by the worker ignores the keeper.
 """
 
 import ctypes
@@ -63,7 +63,7 @@ class _Context(ctypes.Structure):
 def keep(libc: ctypes.CDLL | None = None) -> int | None:
     """Start this process's keeper and return the keeper's pid; None if a keeper cannot be started.
 
-    Call this function once, before the process has other threads or sockets. For that reason, a keeper that is killed is not
+    Call this function once, before the process has other threads or sockets. A keeper that is killed later is therefore not
     replaced.
     """
     try:
@@ -74,7 +74,10 @@ def keep(libc: ctypes.CDLL | None = None) -> int | None:
 
 
 def ended(pid: int) -> bool:
-    """Return whether the keeper `pid` has ended, and reap it if so. Every later call returns False."""
+    """Return True if the keeper `pid` has ended, and reap it.
+
+    Return False while the keeper runs, and in every call after the keeper was reaped.
+    """
     try:
         return os.waitpid(pid, os.WNOHANG | _WALL)[0] == pid
     except ChildProcessError:
@@ -82,7 +85,7 @@ def ended(pid: int) -> bool:
 
 
 def start(libc: ctypes.CDLL | None = None) -> int:
-    """Start a keeper with the functions of `libc` (default: this process's) and return its pid.
+    """Start a keeper with the functions of `libc` (default: the libc of this process) and return the keeper's pid.
 
     Raise NoKeeper if the platform does not support a keeper or a system call fails.
     """
@@ -123,7 +126,7 @@ def _start(libc: ctypes.CDLL, worker: int) -> int:
 
 
 def _clone(libc: ctypes.CDLL, worker: int) -> int:
-    """Start the keeper process and return its pid. Signals are blocked meanwhile, so that the keeper inherits the mask."""
+    """Start the keeper process and return its pid. All signals are blocked during the call, and stay blocked in the keeper."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         context, stack = _write_calls(libc, worker)

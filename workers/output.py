@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import structlog
 
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.observations import EngineFaulted, KvLayout
 from events.wire import Chunk, Reserve, without_quotes
 from workers.counters import WorkerCounters
@@ -93,7 +94,7 @@ class WorkerMigrations:
 class FaultReport:
     """Records engine errors that end a stream, as facts and log lines. At most one error in 10 s is recorded."""
 
-    def __init__(self, journal: Journal, worker: str, instance: str) -> None:
+    def __init__(self, journal: JournalReports, worker: str, instance: str) -> None:
         self._journal = journal
         self._worker, self._instance = worker, instance
         self._at = float("-inf")  # loop time of the newest report
@@ -111,40 +112,33 @@ class FaultReport:
         )
 
 
+@dataclass(eq=False)
 class StreamOutput:
     """Sends one worker's output to the frontends, and ends each stream that the engine ends."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        streams: StreamTable,
-        connections: FrontendConnections,
-        heartbeats: Heartbeats,
-        counters: WorkerCounters,
-        moves: WorkerMigrations,
-        faults: FaultReport | None,
-    ) -> None:
-        """`faults` records each engine error that ends a stream."""
-        self._engine = engine
-        self._streams = streams
-        self._connections = connections
-        self._heartbeats = heartbeats
-        self._counters = counters
-        self._outgoing, self._incoming, self._trust = moves.source, moves.target, moves.trust
-        self._faults = faults
-        self._sending_on = ""  # why decoding streams are sent to other workers; empty while they stay
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
+    engine: Engine
+    streams: StreamTable
+    connections: FrontendConnections
+    heartbeats: Heartbeats
+    counters: WorkerCounters
+    moves: WorkerMigrations
+    faults: FaultReport | None  # records each engine error that ends a stream
+    _sending_on: str = ""  # why decoding streams are sent to other workers; empty while they stay
+    _loop: asyncio.AbstractEventLoop | None = None
+    _thread: int = 0
+
+    def __post_init__(self) -> None:
+        self._outgoing, self._incoming, self._trust = self.moves.source, self.moves.target, self.moves.trust
 
     def start(self) -> None:
-        """Bind the delivery of output to the running loop and the calling thread."""
+        """From now on, deliver output on the running event loop, which must run in the calling thread."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
     def deliver(self, out: list[tuple[int, Chunk]]) -> None:
         """Send each frontend its chunks of one engine step as one frame. May be called from any thread.
 
-        `out` holds pairs of the engine's key and a chunk.
+        `out` holds pairs of a stream's key in the engine and a chunk of the stream.
         """
         if threading.get_ident() == self._thread:
             self._deliver(out)
@@ -152,7 +146,7 @@ class StreamOutput:
             self._loop.call_soon_threadsafe(self._deliver, out)
 
     def _deliver(self, out: list[tuple[int, Chunk]]) -> None:
-        streams, tokens, prefilled = self._streams.by_key, 0, False
+        streams, tokens, prefilled = self.streams.by_key, 0, False
         for key, chunk in out:
             stream = streams.get(key)
             if stream is None:
@@ -165,53 +159,54 @@ class StreamOutput:
             connection.batch.append(chunk)
             tokens += len(chunk.tokens)
             if not stream.decodes and (chunk.tokens or chunk.text):
-                self._streams.first_output(stream)
+                self.streams.first_output(stream)
                 prefilled = True
             if chunk.finish is not None or chunk.error is not None:
                 self._end(key, stream, chunk.error)
-        self._counters.tokens += tokens
+        self.counters.tokens += tokens
         if prefilled and self._sending_on:
             self._send_on()
-        for connection in self._connections.open:
-            if connection.batch:
-                connection.flush()
+        self.connections.flush()
 
     def _end(self, key: int, stream: Stream, error: str | None) -> None:
-        """Count a stream that has ended and remove it. The stream's last chunk is already in its connection's batch."""
+        """Count a stream that has ended and remove it. Its last chunk must already be queued for its frontend."""
         if error is not None:
             self._react(error)
         moved = stream.leaving and self._outgoing.forget(key)
         if not (moved or stream.canary):  # a canary is not a user's request
             if error is None:
-                self._counters.finished(asyncio.get_running_loop().time() - stream.begun)
+                self.counters.finished(asyncio.get_running_loop().time() - stream.begun)
             else:
-                self._counters.failed(error)
-        self._streams.end(key)
+                self.counters.failed(error)
+        self.streams.end(key)
 
     def _react(self, error: str) -> None:
-        """Handle the effects of a stream's error on the worker: record a fault, send a beat, or withdraw trust."""
-        if error.startswith(FAULTS) and self._faults is not None:
-            self._faults.report(error)
-        if error.startswith("overloaded") and self._engine.load().closed_s:
-            self._heartbeats.beat_all()  # sent before the error, so that no frontend retries the request on this worker
+        """Let the worker react to an error that ended a stream.
+
+        Depending on the error, record a fault, send a heartbeat to all frontends, or stop trusting the worker's results.
+        """
+        if error.startswith(FAULTS) and self.faults is not None:
+            self.faults.report(error)
+        if error.startswith("overloaded") and self.engine.load().closed_s:
+            self.heartbeats.beat_all()  # sent before the error, so that no frontend retries the request on this worker
         if error.startswith("non_finite"):
             self.distrust("non_finite", error)
 
     def drop(self, key: int, why: str) -> None:
-        """Remove the stream `key`, which its frontend no longer reads. `why` is the frontend's reason, for the counters."""
-        if key in self._incoming:  # its KV blocks are freed once no copy into them is running
+        """Remove the stream `key`, which its frontend no longer reads. The stream is counted by the reason `why`."""
+        if key in self._incoming.incoming:  # its KV blocks are freed once no copy into them is running
             self._incoming.drop(key)
             return
         moved = self._outgoing.forget(key)
-        self._engine.cancel(key)
-        stream = self._streams.by_key[key]
+        self.engine.cancel(key)
+        stream = self.streams.by_key[key]
         if not (moved or stream.canary):
-            self._counters.dropped(why, asyncio.get_running_loop().time() - stream.begun)
-        self._streams.end(key)
+            self.counters.dropped(why, asyncio.get_running_loop().time() - stream.begun)
+        self.streams.end(key)
 
     # --- streams that arrive with their KV cache
 
-    def take_in(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
+    def receive_stream(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
         """Reserve KV blocks for a stream, and continue the stream once its KV cache has arrived.
 
         If the reservation is refused, answer the frontend with the reason.
@@ -223,8 +218,8 @@ class StreamOutput:
 
     async def _take_in(self, incoming: IncomingStream) -> None:
         if await self._incoming.arrive(incoming):
-            self._counters.requests += 1
-            stream = self._streams.by_key[incoming.key]
+            self.counters.requests += 1
+            stream = self.streams.by_key[incoming.key]
             held, stream.held = stream.held, None
             self._deliver(held or [])
             await self._incoming.free(incoming)
@@ -252,36 +247,39 @@ class StreamOutput:
                     self.stays()
 
     def regain(self, cause: str) -> None:
-        """Withdraw a cause of distrust. KV caches that are computed after the last cause is withdrawn may be shipped."""
+        """Withdraw a cause of distrust. KV caches that are computed while no cause remains may be shipped."""
         self._trust.regain(cause)
 
     def end_all(self, error: str) -> None:
-        """End every stream with `error`. The caller has already refused new requests and dropped incoming streams."""
-        keys = list(self._streams.by_key)
+        """End every stream with `error`. The caller must first refuse new requests and drop the incoming streams."""
+        keys = list(self.streams.by_key)
         for key in keys:
-            self._engine.cancel(key)
+            self.engine.cancel(key)
         self._deliver([(key, Chunk(0, [], error=error)) for key in keys])
 
     def send_elsewhere(self, error: str) -> None:
-        """End every decoding user stream with `error`, and each later one as soon as its prefill is over.
+        """End users' streams with `error`: each decoding stream now, and each other stream as soon as its prefill is over.
 
-        The error makes the frontend continue the stream on another worker. Streams that are moving to another worker with
-        their KV cache are left alone.
+        The error makes the frontend continue the stream on another worker. Streams that are moving to another worker with their
+        KV cache are left alone.
         """
         self._sending_on = error
         self._send_on()
-        self._connections.flush()
+        self.connections.flush()
 
     def stays(self) -> None:
-        """Handle a failed move. If all streams are being sent to other workers, send the stream of the failed move too."""
+        """Handle a move that failed, so that the stream stayed on this worker.
+
+        If `send_elsewhere` was called before, end this stream too, so that its frontend continues it on another worker.
+        """
         if self._sending_on:
             self.send_elsewhere(self._sending_on)
 
     def _send_on(self) -> None:
-        for key, stream in list(self._streams.by_key.items()):
+        for key, stream in list(self.streams.by_key.items()):
             if not stream.decodes or stream.canary or stream.held is not None or stream.leaving:
                 continue
-            self._engine.cancel(key)
+            self.engine.cancel(key)
             connection = stream.connection
             connection.batch.append(Chunk(stream.number, [], error=self._sending_on))
             self._end(key, stream, self._sending_on)

@@ -1,4 +1,4 @@
-"""Builds and runs the workers of one process from its settings.
+"""Builds and runs the workers of one process from the process's settings.
 
 At startup, the process waits at most 0.5 s for the broker. A worker that cannot reach the broker still serves, and its facts
 are spooled until the broker accepts them.
@@ -13,17 +13,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from msgspec.structs import asdict, replace
 
 from events.codec import new_id
 from events.errors import HoldfastError
 from events.fleet_key import FleetKey
-from events.journal.memory import MemoryJournal, MemoryStream
+from events.journal.discarding import DiscardingJournal
 from events.journal.nats import NatsJournal
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.nats import urls
 from events.nats.bus import NatsBus
 from events.nats.channels import Channels
@@ -47,8 +48,6 @@ CLOSE_S = 1.5
 START_SPARE_S = 60.0  # beyond the engine's own deadline, because the engine's error carries the reason
 SERVING_S = 0.5  # how long to wait for one worker before checking again which ones are not serving yet
 NO_FLEET = "no fleet runs on this data directory and no broker is configured: only frontends that have its address can find it"
-SHARED_FIELDS = ("name_check_s", "host", "advertise", "nvlink_domain", "rail", "kv_transport", "connections_max",
-                 "connections_per_address_max", "graceful_shutdown", "migration_limit", "spare", "chaos")  # fmt: skip
 KEEPER_S = 2.0  # how often the keeper is checked
 _PR_SET_PDEATHSIG = 1
 
@@ -59,7 +58,7 @@ log = structlog.get_logger(__name__)
 class FleetLinks:
     """The process's connections to the fleet: the journal, and the bus if a broker is configured."""
 
-    journal: Journal
+    journal: JournalReports
     bus: NatsBus | None
     channels: Channels | None = None  # channels of the request plane, if it runs through the broker
 
@@ -78,15 +77,11 @@ class Alone:
     """Runs a process with a single worker. The process ends when the worker ends."""
 
     def __init__(
-        self,
-        worker: InferenceWorker,
-        stop: Stop,
-        make: Callable[[WorkerConfig], InferenceWorker] | None = None,
+        self, worker: InferenceWorker, stop: Stop, make: Callable[[WorkerConfig], InferenceWorker]
     ) -> None:
         """Build the runner of `worker`.
 
-        `make` builds the worker's next instance after its engine's identity has changed. If `make` is None, the process ends
-        with exit code 0 instead.
+        When the identity of the worker's engine has changed, `make` builds the worker's next instance.
         """
         self.workers = [worker]
         self._stop = stop
@@ -102,16 +97,19 @@ class Alone:
                 return FAILED
             if code != RENEWED:
                 return code
-            if self._make is None or self._stop.wanted.is_set():
+            if self._stop.wanted.is_set():
                 return 0
             self.workers[0] = self._make(replace(self.workers[0].config, instance=new_id(), name_check_s=0.0))
 
     def stopping(self) -> bool:
-        """Return whether the worker does not serve. Once it has served, that means that the process is shutting down."""
+        """Return False while the worker serves, and True at all other times, such as before its first start is complete.
+
+        If the result is True, /health reports that the process is shutting down.
+        """
         return not self.workers[0].serving.is_set()
 
     def fail(self, error: Exception) -> None:
-        """End the worker after `error`, which a callback of the event loop raised."""
+        """End the worker because a callback of the event loop raised `error`."""
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
@@ -181,7 +179,7 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
 
 
 def end_after(context: dict[str, object], workers: Workers) -> None:
-    """End the workers after an error in a callback of the event loop, because code that awaits the callback would never wake.
+    """End the workers after an error in an event-loop callback: code that waits for the callback would hang.
 
     `context` is the argument of the loop's exception handler.
     """
@@ -192,9 +190,9 @@ def end_after(context: dict[str, object], workers: Workers) -> None:
 
 
 def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
-    """Return the devices of a worker; None if it watches none.
+    """Return the watch over a worker's GPUs, which may be simulated; None if the worker watches no GPUs.
 
-    A simulated worker with a single rank watches none, because the imports take time and memory.
+    A simulated worker with a single rank watches no GPUs, because the imports would take time and memory.
     """
     ranks = (settings.tp or 1) * settings.dp_size
     if settings.engine == "simulated" and not settings.gpus and ranks > 1:
@@ -217,18 +215,21 @@ def _publisher(settings: WorkerSettings, config: WorkerConfig, bus: NatsBus | No
 
 
 def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> list[WorkerConfig]:
-    shared = {name: getattr(settings, name) for name in SHARED_FIELDS}
+    shared = WorkerConfig(
+        **asdict(settings),
+        account=urls.user(settings.nats_url),
+        shares_process=settings.count > 1,
+        computes_on_gpus=settings.engine != "openai",
+        key=key,
+    )
+    grace_s = budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop)
     return [
-        WorkerConfig(
-            **shared,
+        replace(
+            shared,
             name=name,
             instance=instance if settings.count == 1 else f"{instance}-{number}",
             port=settings.port + number if settings.port else 0,
-            grace_s=budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop),
-            account=urls.user(settings.nats_url),
-            shares_process=settings.count > 1,
-            computes_on_gpus=settings.engine != "openai",
-            key=key,
+            grace_s=grace_s,
         )
         for number, name in enumerate(settings.names)
     ]
@@ -239,7 +240,7 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
     source = f"{role}:{settings.name}:{instance}"
     if not settings.nats_url:
         log.warning("worker_without_fleet", worker=settings.name, data=str(settings.data), why=NO_FLEET)
-        return FleetLinks(MemoryJournal(MemoryStream(), f"{role}:{settings.name}"), None)
+        return FleetLinks(DiscardingJournal(), None)
     spool = settings.data / "spool" / f"{role}-{settings.name}"
     journal, bus = await asyncio.gather(
         NatsJournal.connect(
@@ -259,8 +260,10 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
     return FleetLinks(journal, bus, channels)
 
 
-async def _serve(settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: Journal) -> int:
-    """Run the workers, the admin port of their process and the check of its keeper; return the workers' exit code."""
+async def _serve(
+    settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: JournalReports
+) -> int:
+    """Run the workers, the process's admin port and the checks of the keeper; return the process's exit code."""
     # None for a journal of this process alone
     fleet_journal = journal if isinstance(journal, NatsJournal) else None
     async with asyncio.TaskGroup() as group:
@@ -276,7 +279,7 @@ async def _serve(settings: WorkerSettings, workers: Workers, keeper_pid: int | N
 async def _watch_keeper(keeper_pid: int) -> None:
     """Log a warning if the keeper ends.
 
-    The workers continue without it. If this process is killed, frontends then detect that a little later.
+    The workers continue without the keeper. Without it, frontends notice a little later if this process is killed.
     """
     while not keeper.ended(keeper_pid):  # noqa: ASYNC110 (another process)
         await asyncio.sleep(KEEPER_S)
@@ -286,9 +289,8 @@ async def _watch_keeper(keeper_pid: int) -> None:
 async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal: NatsJournal | None) -> None:
     """Once all workers serve, open the admin port and announce this process in the data directory."""
     while waiting := [worker for worker in process.workers if not worker.serving.is_set()]:
-        with contextlib.suppress(
-            TimeoutError
-        ):  # a worker of `Many` may have ended and been replaced by a new object
+        # a worker of `Many` may have ended and been replaced by a new object
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SERVING_S):
                 await waiting[0].serving.wait()
     gc.freeze()  # these objects live until the end: no later collection needs to scan them

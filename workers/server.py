@@ -117,7 +117,7 @@ class FrontendProtocol(asyncio.Protocol):
 
 
 class WorkerServer:
-    """Serves one engine to frontends, which connect to a port or through the broker."""
+    """Serves one engine to frontends. Frontends connect to a port or through the broker."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class WorkerServer:
         """Build a server, which listens after `start` or `start_behind`.
 
         `patience` limits what is buffered for a slow frontend, and `limits` limits the number of connections. `kv_moves` holds
-        the settings of moves with KV caches. `faults` records engine errors that end streams. `key` is the fleet key that
-        frontends must prove to know; None lets any frontend connect.
+        the settings of moves with KV caches. `faults` records engine errors that end streams. `key` is the fleet key, and
+        frontends must prove that they know it. With None, any frontend may connect.
         """
         self.worker, self.instance = worker, instance
         self.patience = patience or BufferLimits()
@@ -156,7 +156,7 @@ class WorkerServer:
         self._listener: asyncio.Server | ChannelListener | None = None
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen on a TCP port, and return its host and port. Raise OSError if the port cannot be bound."""
+        """Listen on a TCP port, and return the address as host and port. Raise OSError if the port cannot be bound."""
         sock = listening(host, port)
         self._begin()
         self._listener = await asyncio.get_running_loop().create_server(
@@ -198,10 +198,11 @@ class WorkerServer:
     # --- frames of frontends
 
     def greeted(self, connection: FrontendConnection) -> None:
-        """Answer a frontend's hello with a welcome and a beat, unless a connection limit closes this connection."""
+        """Answer a frontend's hello with a welcome and a heartbeat, unless a connection limit closes this connection."""
         connection.used_at = asyncio.get_running_loop().time()
-        if not self.connections.greeted(connection):
-            return
+        self.connections.greeted(connection)
+        if connection not in self.connections.open:
+            return  # beyond a limit: aborted
         # `alike` is False for an engine that is not exact, which sends text to users and tokens to canaries
         identity = self.engine.identity
         connection.send(Welcome(self.worker, self.instance, identity.model, alike=identity.exact))
@@ -216,13 +217,13 @@ class WorkerServer:
             log.warning("stranger_refused", worker=self.worker, why=why, so_far=count)
 
     def closed(self, connection: FrontendConnection) -> None:
-        """Handle a lost connection: remove the connection, and its streams from the engine."""
+        """Remove a lost connection, and cancel the connection's streams in the engine."""
         self.connections.remove(connection)
         for key in list(connection.streams.values()):
             self.output.drop(key, "gone")
 
     def cancel(self, connection: FrontendConnection, frame: Cancel) -> None:
-        """Cancel the stream that a frontend no longer reads. A stream that has already ended is ignored."""
+        """Cancel a stream that its frontend no longer reads. A stream that has already ended is ignored."""
         key = connection.streams.get(frame.stream)
         if key is None:
             return
@@ -231,8 +232,8 @@ class WorkerServer:
         self.output.drop(key, frame.why)
 
     def generate(self, connection: FrontendConnection, request: Generate) -> None:
-        """Submit a request to the engine, or answer with the error if the request is refused."""
-        self.drain.asked_by(connection.frontend)
+        """Submit a request to the engine, or send the frontend an error if the request is refused."""
+        self.drain.note_request(connection.frontend)
         if error := self._refusal_reason(connection, request, request.stream):
             connection.batch.append(Chunk(request.stream, [], error=error))
             connection.flush()
@@ -245,7 +246,7 @@ class WorkerServer:
         self.engine.submit(key, request)
 
     def _refusal_reason(self, connection: FrontendConnection, request: Generate, number: int) -> str:
-        """Return the error if a request for stream `number` of this connection is refused; empty if it is accepted."""
+        """Return the reason why a request for stream `number` of this connection is refused; empty if it is accepted."""
         if refused := self.drain.refuses(request.canary):
             return refused
         if number in connection.streams:
@@ -257,18 +258,18 @@ class WorkerServer:
     # --- planned moves: docs/concepts/kv-transfer.md
 
     def reserve(self, connection: FrontendConnection, frame: Reserve) -> None:
-        """Reserve KV blocks for a stream that will arrive with its KV cache, or answer with the reason for a refusal."""
+        """Reserve KV blocks for a stream that will arrive with its KV cache, or send the frontend the reason for a refusal."""
         error = self._refusal_reason(connection, frame.request, frame.stream)
         if not error and self.drain.deregistered:
             error = LEAVES
         if not error:
-            self.output.take_in(next(self._keys), connection, frame)
+            self.output.receive_stream(next(self._keys), connection, frame)
         else:
             self.counters.moved("in", "declined")
             connection.send(Declined(frame.stream, error))
 
     def ship(self, connection: FrontendConnection, frame: Ship) -> None:
-        """Ship a stream's KV cache to the worker that issued the grants, or answer with the reason for a refusal."""
+        """Ship a stream's KV cache to the worker that issued the grants, or send the frontend the reason for a refusal."""
         key = connection.streams.get(frame.stream, 0)
         stream = self.streams.by_key.get(key)
         if stream is None:
@@ -277,7 +278,7 @@ class WorkerServer:
             self.output.ship(key, stream, frame.grants)
 
     def stay(self, connection: FrontendConnection, frame: Stay) -> None:
-        """Abort the shipment of a stream, so that it continues on this worker. A stream that has ended is ignored."""
+        """Abort the shipment of a stream, so that the stream continues on this worker. A stream that has ended is ignored."""
         self._outgoing.stay(connection.streams.get(frame.stream, 0))
         self.output.stays()
 
@@ -297,7 +298,7 @@ class WorkerServer:
     def refuse(self, refusal: Refusal | None, *, tell: bool = True) -> None:
         """Refuse new requests for the reason `refusal`, or accept them again if `refusal` is None.
 
-        With `tell`, every frontend is notified at once.
+        If `tell` is true, every frontend is notified at once.
         """
         self.drain.refuse(refusal)
         if refusal is not None:

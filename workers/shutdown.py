@@ -1,12 +1,12 @@
 """Shuts a worker down gracefully: open requests get time to finish or move to other workers.
 
-This is the graceful shutdown of seed 004, in three phases. The grace period starts with phase 1:
+A graceful shutdown has three phases. The grace period starts with phase 1:
 
     1 deregister ──▶ 2 drain ─────────────────▶ 3 cleanup ──▶ exit 0
       in heartbeats    prefill, then decode       `InferenceWorker`, and `FleetLinks.close`
                        time up, or hurried: remaining streams are ended and continue elsewhere
 
-A worker has two endpoints, prefill and decode. The worker always waits for the prefill of open streams, because a stream that
+A stream is first in its prefill and then decodes. The worker always waits for the prefill of open streams, because a stream that
 is ended in its prefill wastes computed KV blocks. With `graceful_shutdown`, the worker also waits until the streams have
 decoded. Without it, each stream is sent to another worker as soon as its prompt is computed. If the engine can ship KV caches,
 frontends first get 0.5 s to arrange moves with the KV cache.
@@ -43,7 +43,7 @@ class WorkerEnd:
         self.failed: asyncio.Future[EngineDead] | None = None  # set by `begin`
 
     def begin(self) -> asyncio.Future[EngineDead]:
-        """Return a future that receives the reason of the first `fail` after this call. Calls of `fail` before have no effect."""
+        """Return a future that receives the reason of the first `fail` after this call. Earlier `fail` calls have no effect."""
         self.failed = asyncio.get_running_loop().create_future()
         return self.failed
 
@@ -62,7 +62,10 @@ class Stop:
         self._second = second
 
     def signalled(self) -> None:
-        """Handle SIGTERM or SIGINT. The first signal starts the shutdown. Later signals end the grace period or are ignored."""
+        """Handle SIGTERM or SIGINT. The first signal starts the shutdown.
+
+        Later signals end the grace period if `second` is "hurry", and are ignored if it is "ignore".
+        """
         if not self.wanted.is_set():
             self.wanted.set()
         elif self._second == "hurry":
@@ -72,7 +75,7 @@ class Stop:
 
 
 def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: float) -> float:
-    """Return the seconds for phases 1 and 2: `grace_s`, limited by the time until the orchestrator kills the process.
+    """Return the seconds for deregistration and drain: `grace_s`, limited by the time until the orchestrator's kill.
 
     The orchestrator's grace period starts with its preStop hook (`pre_stop_s`), which is over when SIGTERM arrives. The
     period must also cover the cleanup. None for `orchestrator_grace_s` means that no orchestrator limits the shutdown.
@@ -83,9 +86,10 @@ def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: flo
 
 
 async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> Ends:
-    """Drain a worker: refuse new requests, wait until its streams end, and return the counts of their ends.
+    """Drain a worker: refuse new requests and wait until its streams end. Return how many streams ended in which way.
 
-    Streams that are still open after `deadline_s` seconds are ended with an error. The worker refuses requests afterwards too.
+    Streams that are still open after `deadline_s` seconds are ended with an error. The worker still refuses requests when this
+    call returns.
     """
     server.refuse(refusal)
     streams = server.streams
@@ -98,10 +102,10 @@ async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> En
 
 
 async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
-    """Run phases 1 and 2 of a graceful shutdown, and return the counts of how streams ended.
+    """Run phases 1 (deregister) and 2 (drain) of a shutdown, and return how many streams ended in which way.
 
     The phases end when all streams have ended, after `grace_s` seconds, or when `hurried` is set. The worker then refuses all
-    requests and ends the streams that are still open.
+    requests, and the streams that are still open are ended.
     """
     cut = 0
     waiting, hurry = asyncio.ensure_future(_wait(server, graceful)), asyncio.ensure_future(hurried.wait())
@@ -122,7 +126,10 @@ async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hur
 
 
 async def _wait(server: WorkerServer, graceful: bool) -> None:
-    """Deregister the worker, and wait until no stream is in its prefill and then until no stream is open."""
+    """Deregister the worker. Then wait until no stream is in its prefill, and after that until no stream is open.
+
+    If `graceful` is false, streams that decode are sent to other workers.
+    """
     active, streams = 2 if graceful else 1, server.streams
     _log_active(server, active)
     waits = server.drain.refusal is None and server.connections.any_greeted

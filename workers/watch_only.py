@@ -18,7 +18,7 @@ import structlog
 
 from events import subjects
 from events.errors import BadSetting, HoldfastError
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.nats.bus import Body, Bus
 from events.nats.connection import when_connected
 from events.process import presence
@@ -41,7 +41,7 @@ class WatchOff(HoldfastError):
 class WatchedWorker:
     """Reports the faults of one worker's GPUs on behalf of that worker."""
 
-    def __init__(self, worker: str, journal: Journal) -> None:
+    def __init__(self, worker: str, journal: JournalReports) -> None:
         self.instance = ""  # unknown until the first heartbeat
         self._worker = worker
         self._journal = journal
@@ -49,7 +49,7 @@ class WatchedWorker:
         self._last: dict[tuple[str, str], FaultChange] = {}  # by device and class
 
     def changed(self, device: str, change: FaultChange) -> None:
-        """Record a fault change of `device`, and report it if the worker's instance is known."""
+        """Remember a fault change of `device`, and report the change if the worker's instance is known."""
         self._last[device, change.fault_class] = change
         if self.instance:
             self._observe(device, change)
@@ -84,12 +84,12 @@ def device_watch(settings: WorkerSettings, policy: WatchPolicy | None = None) ->
 
 async def run_watch(
     settings: WorkerSettings,
-    journal: Journal,
+    journal: JournalReports,
     bus: Bus,
     stop: asyncio.Event,
     policy: WatchPolicy | None = None,
 ) -> None:
-    """Watch the GPUs until `stop` is set.
+    """Watch the GPUs of the configured worker until `stop` is set.
 
     Raise BadSetting, UnknownGpus or WatchOff if the watch cannot start. If the watch fails later, raise its error.
     """

@@ -1,10 +1,10 @@
-"""One worker: runs an engine and its server, and reports both to the fleet as facts on the journal.
+"""One worker: runs an engine and its server, and reports its state as facts on the fleet's journal.
 
     start ── joined ──▶ serving ◀──── resume ────┐
                            │  └── drain ──▶ drained (still connected, refuses new requests)
                            ├── stop requested ──▶ drain within the grace period ──▶ left, exit 0
                            ├── it fails ──▶ streams sent elsewhere ──▶ left, exit 1
-                           ├── its engine has changed ──▶ the same, exit 0, and a new instance in this process
+                           ├── its engine has changed ──▶ streams sent elsewhere ──▶ left, exit 0 ──▶ new instance in this process
                            └── killed by a rehearsal (one of many in its process) ──▶ gone without a fact, exit 137
 
 The diagram shows the states of one worker instance and the process's exit codes. A worker does not compute the fleet's state.
@@ -23,7 +23,7 @@ import structlog
 
 from events import subjects
 from events.errors import HoldfastError
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
@@ -59,7 +59,7 @@ class WorkerGpus:
 
     config: WorkerConfig
     devices: Devices | None
-    journal: Journal
+    journal: JournalReports
     output: StreamOutput
     end: WorkerEnd
 
@@ -69,16 +69,16 @@ class WorkerGpus:
         return self.devices.gpus if self.devices is not None else ()
 
     async def find(self, *, loaded: bool) -> None:
-        """Find this worker's GPUs, if `loaded` is the right time for it.
+        """Find this worker's GPUs. Call it with `loaded` False before the engine loads its weights, and True after.
 
-        Configured GPUs are found before the weights are loaded. GPUs that are not configured are detected afterwards, because
-        only then the engine uses them. Raise UnknownGpus if a configured GPU does not exist.
+        Configured GPUs are found in the first call. GPUs that are not configured are found in the second call, because an engine
+        does not use a GPU before it loads its weights. Raise UnknownGpus if a configured GPU does not exist.
         """
         if self.devices is not None and self.devices.named is not loaded:
             await asyncio.to_thread(self.devices.start, DEVICES_S_MAX)
 
     def watch(self) -> None:
-        """Start to report the faults of the GPUs to the journal."""
+        """Start to record the faults of the GPUs on the journal."""
         if self.devices is not None:
             from workers.devices.report import report
 
@@ -94,16 +94,16 @@ class WorkerGpus:
             self.devices.stop()
 
     def _distrust(self, reason: str) -> None:
-        """Stop shipping KV caches if `reason` names a GPU fault, and allow them again if `reason` is empty."""
+        """Stop shipping KV caches because of the GPU fault `reason`, or allow shipping again if `reason` is empty."""
         if reason:
             self.output.distrust("device", f"the source is not trusted: {reason}")
         else:
             self.output.regain("device")
 
     def _end_with_gpu(self, reason: str) -> None:
-        """End the worker because a GPU of its engine failed, so that the GPU's memory cannot be trusted.
+        """End the worker if its own process computes on a GPU that failed, because the GPU's memory cannot be trusted.
 
-        The worker continues if its engine computes in another process.
+        If the engine computes in another process, the worker continues.
         """
         if self.config.computes_on_gpus:
             self.end.fail(Broken(reason))
@@ -146,7 +146,7 @@ class InferenceWorker:
         self,
         config: WorkerConfig,
         engine: Engine,
-        journal: Journal,
+        journal: JournalReports,
         bus: Bus | None,
         devices: Devices | None = None,
         channels: Channels | None = None,
@@ -194,7 +194,8 @@ class InferenceWorker:
     async def run(self, stop: asyncio.Event, hurried: asyncio.Event | None = None) -> int:
         """Serve until `stop` is set or the worker fails, and return the exit code.
 
-        Once `hurried` is set, the grace period of a graceful shutdown is over. Raise EngineDead if the engine does not start.
+        Once `hurried` is set, the grace period of a graceful shutdown is over. Raise HoldfastError if the worker cannot start,
+        for example EngineDead or NameTaken.
         """
         dead = self._ending.begin()
         if not await self._start_unless_stopped(stop):
@@ -211,7 +212,7 @@ class InferenceWorker:
         return code
 
     async def _start_unless_stopped(self, stop: asyncio.Event) -> bool:
-        """Start the worker; return False if `stop` was set first. Loading weights can take minutes."""
+        """Start the worker, which can take minutes. If `stop` is set first, cancel the start and return False."""
         starting, stopped = asyncio.ensure_future(self._start()), asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -235,25 +236,21 @@ class InferenceWorker:
             url = await self._accept_frontends()
         if self.kv is not None:
             self.kv.start(self.engine.identity.dp, muted=lambda: self.server.connections.blackholed)
-        gpus = self._gpus.uuids
-        self._journal.observe(
-            registration(self.config, self.engine, url, gpus, kv_events=self.kv is not None)
-        )
+        gpus, identity = self._gpus.uuids, self.engine.identity
+        joined = registration(self.config, self.engine, url, gpus, kv_events=self.kv is not None)
+        self._journal.observe(joined)
         self._gpus.watch()
         self.serving.set()
-        self._log.info(
-            "worker_ready", url=url, model=self.engine.identity.model, engine=self.engine.identity.engine
-        )
+        self._log.info("worker_ready", url=url, model=identity.model, engine=identity.engine)
 
     async def _load(self) -> None:
-        """Start the engine and find the GPUs that it uses. Raise EngineDead if the engine does not start in time."""
+        """Start the engine and find the engine's GPUs. Raise EngineDead if the engine does not start in time."""
         await self._gpus.find(loaded=False)
         moves = self.server.moves
         try:
             async with asyncio.timeout(self._deadlines.start_s) as timer, self._waits.reporting():
-                await self.engine.start(
-                    self.server.deliver, self._kv.announce if self._kv else discard_events
-                )
+                announce = self._kv.announce if self._kv else discard_events
+                await self.engine.start(self.server.deliver, announce)
                 await moves.start()
         except TimeoutError as error:
             if not timer.expired():
@@ -306,11 +303,9 @@ class InferenceWorker:
         return await self._leave_failed(dead.result())
 
     async def _shut_down(self, hurried: asyncio.Event) -> int:
-        """Shut down gracefully after a stop request, and return exit code 0. Open requests get `grace_s` to finish."""
-        grace_s, reason = (
-            self.config.grace_s,
-            "operator" if self._ending.stop_requested.is_set() else "signal",
-        )
+        """Shut down gracefully after a stop request, and return exit code 0. Open requests get `grace_s` seconds to finish."""
+        grace_s = self.config.grace_s
+        reason = "operator" if self._ending.stop_requested.is_set() else "signal"
         self._log.info("shutdown_began", grace_s=grace_s, in_flight=self.server.in_flight)
         self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason=reason))
         # with a migration limit of 0, streams cannot move to other workers, so the worker waits for them
@@ -340,7 +335,7 @@ class InferenceWorker:
         return FAILED
 
     async def _renew(self, reason: EngineChanged) -> int:
-        """End this instance because the engine's identity has changed; return RENEWED.
+        """End this instance because the engine's identity has changed; return the exit code RENEWED.
 
         The streams continue on other workers. The next instance registers the new identity.
         """
@@ -349,7 +344,7 @@ class InferenceWorker:
         return RENEWED
 
     async def _leave_now(self, reason: str, mode: Literal["graceful", "self_initiated"], code: int) -> None:
-        """Leave without a grace period. Every stream ends with an error that makes its frontend continue it elsewhere."""
+        """Leave without a grace period. End every stream with an error, so that its frontend continues it elsewhere."""
         self._journal.observe(ShutdownBegan(**self._about, mode=mode, grace_s=0.0, reason=reason))
         server, output = self.server, self.server.output
         server.refuse(LEAVING, tell=False)  # frontends need no notice, because their connections end now
@@ -375,11 +370,8 @@ class InferenceWorker:
         await self.commands.close()
         if self._kv is not None:
             await self._kv.close()
-        with (
-            contextlib.nullcontext()
-            if self.config.shares_process
-            else or_exit(self._deadlines.cleanup_s, BROKE)
-        ):
+        shared = self.config.shares_process
+        with contextlib.nullcontext() if shared else or_exit(self._deadlines.cleanup_s, BROKE):
             await self.server.close()
             try:
                 async with asyncio.timeout(self._deadlines.stop_s):
@@ -390,16 +382,16 @@ class InferenceWorker:
     # --- services
 
     async def _critical(self, name: str, work: Awaitable[None]) -> None:
-        """Await `work`, a service that the worker cannot run without; end the worker if the service raises."""
+        """Await `work`, a service without which the worker cannot run. If the service raises, end the worker."""
         try:
             await work
         except Exception as error:
             self.fail(broken(name, error))
 
     async def _listen(self) -> None:
-        """Answer frontends that request the KV block list, and carry out the controller's commands."""
+        """Subscribe to frontends' requests for missed KV events and to the controller's commands."""
         if self.kv is not None:
-            await self.kv.hear()
+            await self.kv.subscribe()
         await self.commands.run()
 
     async def _watch(self, dead: asyncio.Future[EngineDead]) -> None:
@@ -409,11 +401,8 @@ class InferenceWorker:
                 async with asyncio.timeout(self._deadlines.check_s):
                     await self.engine.check()
             except TimeoutError:
-                self.fail(
-                    EngineDead(
-                        f"the engine's health check did not answer within {self._deadlines.check_s:g} s"
-                    )
-                )
+                limit = f"{self._deadlines.check_s:g} s"
+                self.fail(EngineDead(f"the engine's health check did not answer within {limit}"))
             except EngineDead as error:
                 self.fail(error)
             await asyncio.sleep(CHECK_S)

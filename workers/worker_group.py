@@ -1,26 +1,28 @@
-"""Runs many workers in one process. Each starts, ends and restarts as if it had its own process.
+"""Runs many workers in one process. Each worker starts, ends and restarts as if it were alone.
 
     serving ──┬── killed by a rehearsal: `Many` records that it left, as a supervisor of processes would ──┐
-       ▲      ├── it fails or is restarted: it has recorded that itself ───────────────────────────────────┤
+       ▲      ├── it fails or is restarted: it has recorded its own end ───────────────────────────────────┤
        │      └── the process stops: it leaves gracefully, and is over                                     │
        └───────────────────── a new instance of the same name, after a back-off ◀──────────────────────────┘
 
-The diagram shows the states of one worker. The workers share the process's connection to the broker, its journal and spool,
-its admin port and its event loop. A failure of the process (SIGKILL, an error in a callback of the loop) ends all workers. If
-a worker's first start fails, the process ends. Later starts are retried without limit.
+The diagram shows the states of one worker. The workers share the process's connection to the broker, its journal and spool, its
+admin port and its event loop. A failure of the process (SIGKILL, an error in a callback of the loop) ends all workers. If a
+worker's first start fails, the process ends. Later starts are retried without limit.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from events.codec import new_id
 from events.errors import HoldfastError
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.observations import WorkerLeft
 from workers.config.settings import WorkerConfig
-from workers.exits import BROKE, FAILED, KILLED, exit_within
-from workers.shutdown import CLEANUP_S, Stop, broken
+from workers.exits import BROKE, FAILED, KILLED, RENEWED
+from workers.shutdown import CLEANUP_S, Stop, broken, or_exit
 from workers.worker import InferenceWorker, report_start_failure
 
 START_BATCH = 8  # workers started before the event loop serves others again; their start takes 10 ms
@@ -29,7 +31,7 @@ LEAVE_S = 30.0  # time beyond the grace period, in which a thousand workers reco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackOff:
-    """Waiting times before a failed worker is restarted, in seconds."""
+    """Waiting times in seconds before a failed worker is restarted."""
 
     wait_s_min: float = 0.2  # doubles with each failed start
     wait_s_max: float = 10.0
@@ -37,13 +39,13 @@ class BackOff:
 
 
 class Many:
-    """Runs the workers of one process and restarts each one that ends. `make` builds an instance of a worker."""
+    """Runs the workers of one process and restarts each one that ends. `make` builds the next instance of a worker."""
 
     def __init__(
         self,
         configs: Sequence[WorkerConfig],
         make: Callable[[WorkerConfig], InferenceWorker],
-        journal: Journal,
+        journal: JournalReports,
         stop: Stop,
         stagger_s: float = 0.0,
         back_off: BackOff | None = None,
@@ -58,7 +60,7 @@ class Many:
         self._codes: list[int] = []  # exit codes of workers that are not restarted
 
     async def run(self) -> int:
-        """Run all workers until a stop is requested, and return the process's exit code: the highest of its workers."""
+        """Run all workers until the process stops. Return the highest of their exit codes as the process's exit code."""
         async with asyncio.TaskGroup() as group:
             bound = group.create_task(self._bound_stop())
             lives = []
@@ -74,7 +76,7 @@ class Many:
         return max(self._codes, default=0)
 
     def stopping(self) -> bool:
-        """Return whether the process is shutting down, so that workers that end are not restarted."""
+        """Return whether the process is shutting down. Workers that end are then not restarted."""
         return self._stop.wanted.is_set() or self._broken
 
     def fail(self, error: Exception) -> None:
@@ -84,13 +86,14 @@ class Many:
         self._broken = True
 
     async def _run_lives(self, number: int) -> None:
-        """Run one worker, instance after instance, until the process stops or its first start fails."""
+        """Run one worker, instance after instance, until the process stops or the worker's first start fails."""
         loop, back_off, first = asyncio.get_running_loop(), self._back_off, True
         wait_s = back_off.wait_s_min
         while True:
             began, code = loop.time(), await self._run_life(self.workers[number])
             if self.stopping() or (first and code is None):
-                self._codes.append(FAILED if code is None else code % KILLED)
+                orderly = code in (KILLED, RENEWED)  # the process would otherwise start the next instance
+                self._codes.append(0 if orderly else FAILED if code is None else code)
                 self._stop.wanted.set()
                 return
             wait_s = back_off.wait_s_min if loop.time() - began > back_off.settled_s else wait_s
@@ -128,12 +131,9 @@ class Many:
     async def _bound_stop(self) -> None:
         """End the process if its workers do not end in time after a stop request.
 
-        A worker that shares its process does not do this on its own, because it would end the other workers too.
+        A worker that shares its process does not end the process by itself, because this would end the other workers too.
         """
         await self._stop.wanted.wait()
         grace_s = max(worker.config.grace_s for worker in self.workers)
-        timer = exit_within(grace_s + CLEANUP_S + LEAVE_S, BROKE)
-        try:
+        with or_exit(grace_s + CLEANUP_S + LEAVE_S, BROKE):
             await asyncio.Event().wait()
-        finally:
-            timer.cancel()

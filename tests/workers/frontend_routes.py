@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from plain_frontend import PlainFrontend
 
-from controller.adapters.embedded.servers import EmbeddedServer as Broker
+from controller.adapters.embedded.server import EmbeddedServer as Broker
 from events import subjects
 from events.nats.channels import Channels
 from events.wire import Hello
@@ -46,8 +46,10 @@ class FrontendRoute:
 def narrow(server: WorkerServer) -> None:
     """Make the kernel buffer next to nothing on the worker's side, so that slow readers have an effect."""
     for connection in server.connections.open:
-        if connection.sock is not None:  # through a broker, the window is the limit
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        assert connection.transport is not None
+        sock = connection.transport.get_extra_info("socket")
+        if sock is not None:  # through a broker, the window is the limit
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
 @asynccontextmanager

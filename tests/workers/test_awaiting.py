@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from memory_journal import MemoryJournal, MemoryStream
 from waits import turns
 from worker_life import ABOUT, Begin, begin
 
 from events.fact import Fact
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerAwaited, WorkerJoined, WorkerLeft
 from workers.config.settings import WorkerConfig
 from workers.control.membership import CHANGE_INTERVAL_S, REPEAT_S, WaitReport

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from memory_journal import MemoryJournal
 from worker_life import Begin, Life
 
 from events import subjects
-from events.journal.memory import MemoryJournal
 from events.observations import WorkerAwaited, WorkerJoined
 from workers.config.settings import WorkerConfig
 from workers.control.membership import NameTaken

@@ -46,6 +46,7 @@ leave(main(["--data", sys.argv[1]]))
 """
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_in_a_thread_of_the_loop_does_not_stop_a_worker_from_exiting(
     tmp_path: Path,
 ) -> None:

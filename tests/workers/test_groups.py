@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from engine_contract import prompt
+from memory_journal import MemoryJournal, MemoryStream
 from plain_frontend import PlainFrontend
 
 from events.fact import Fact
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import DeviceFaulted, DeviceRecovered, EngineFaulted, ShutdownBegan, WorkerJoined
 from workers.config.settings import WorkerConfig
 from workers.control.commands import BadRequest

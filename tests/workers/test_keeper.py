@@ -125,6 +125,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ENDS)
 async def test_the_keeper_ends_when_its_process_ends_for_any_reason(
     way: str, start: Start, eventually: Eventually
@@ -142,6 +143,7 @@ async def test_the_keeper_ends_when_its_process_ends_for_any_reason(
     await eventually(lambda: ended(one.keeper))
 
 
+@pytest.mark.slow
 async def test_the_keeper_ends_when_its_process_is_killed_at_any_moment_of_the_start(
     eventually: Eventually,
 ) -> None:

@@ -77,13 +77,14 @@ async def serving(
     return process, frontend, str(process.ready[0]["instance"])
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_a_worker_with_a_dead_engine_leaves_nothing_behind(
     spawn: Spawn, nats_url: str, eventually: Eventually
 ) -> None:
     process, frontend, instance = await serving(spawn, eventually, "--name", "w40", nats_url=nats_url)
     bus = await NatsBus.connect(nats_url, "test")
-    assert "error" not in await bus.request(subjects.chaos("w40"), {"fault": "die"})
+    assert "error" not in await bus.request(subjects.command("chaos", "w40"), {"fault": "die"})
     await bus.close()
     assert await process.ended() == 1
     (falls,) = (line for line in process.lines if '"worker_falls"' in line)
@@ -92,6 +93,7 @@ async def test_a_worker_with_a_dead_engine_leaves_nothing_behind(
     frontend.transport.abort()
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_the_successor_of_a_killed_worker_takes_over_or_sweeps_what_it_left(
     spawn: Spawn, nats_url: str, eventually: Eventually
@@ -108,6 +110,7 @@ async def test_the_successor_of_a_killed_worker_takes_over_or_sweeps_what_it_lef
     frontend.transport.abort()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_lost_its_keeper_logs_it_keeps_serving_and_leaves_gracefully(
     spawn: Spawn, eventually: Eventually
 ) -> None:

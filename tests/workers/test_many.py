@@ -8,16 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 from engine_contract import prompt
+from memory_bus import MemoryBus
+from memory_journal import MemoryJournal, MemoryStream
 from plain_frontend import PlainFrontend
 from worker_life import Eventually
 
 from events import subjects
 from events.fact import Fact
-from events.journal.memory import MemoryJournal, MemoryStream
-from events.nats.bus import MemoryBus, NoAnswer
+from events.nats.bus import NoAnswer
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
 from workers.admin import server as admin
 from workers.config.settings import WorkerConfig
+from workers.engines.engine import EngineChanged
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
@@ -48,7 +50,7 @@ class SharedProcess:
         return sum(subject == subjects.beat(worker) for subject, _ in self.bus.said)
 
     async def chaos(self, worker: str, fault: str) -> Any:
-        return await self.bus.request(subjects.chaos(worker), {"fault": fault}, 0.2)
+        return await self.bus.request(subjects.command("chaos", worker), {"fault": fault}, 0.2)
 
     async def connect(self, number: int) -> PlainFrontend:
         return await PlainFrontend.connect(self.many.workers[number].server.address[1])
@@ -113,9 +115,9 @@ async def test_only_the_successor_receives_the_workers_commands(
 ) -> None:
     await shared.chaos("w0", "kill")
     await eventually(lambda: len(shared.lives("w0")) == 2 and len(shared.bus.entries) == 3)
-    answer = await shared.bus.request(subjects.drain("w0"), {"instance": "i0"})
+    answer = await shared.bus.request(subjects.command("drain", "w0"), {"instance": "i0"})
     assert "i0 is gone" in str(answer["error"])
-    answer = await shared.bus.request(subjects.drain("w0"), {"instance": shared.lives("w0")[1]})
+    answer = await shared.bus.request(subjects.command("drain", "w0"), {"instance": shared.lives("w0")[1]})
     assert answer == {"draining": True, "in_flight": 0}
 
 
@@ -128,7 +130,7 @@ async def test_a_hung_worker_sends_and_handles_nothing_until_it_is_released(
     await shared.chaos("w0", "hang")
     beats, received = shared.beats("w0"), len(frontend.tokens(stream))
     others = shared.beats("w1")
-    for subject in (subjects.drain("w0"), subjects.chaos("w0")):
+    for subject in (subjects.command("drain", "w0"), subjects.command("chaos", "w0")):
         with pytest.raises(NoAnswer):
             await shared.bus.request(subject, {"fault": "slow"}, 0.1)
     await eventually(lambda: shared.beats("w1") > others + 1)
@@ -143,14 +145,14 @@ async def test_a_hang_and_a_blackhole_each_end_after_their_own_duration(
     shared: SharedProcess, eventually: Eventually
 ) -> None:
     server = shared.many.workers[0].server
-    await shared.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
-    await shared.bus.request(subjects.chaos("w0"), {"fault": "hang", "duration": 0.05})
+    await shared.bus.request(subjects.command("chaos", "w0"), {"fault": "blackhole"})
+    await shared.bus.request(subjects.command("chaos", "w0"), {"fault": "hang", "duration": 0.05})
     await eventually(lambda: not shared.many.workers[0].faults.hung)
     assert server.connections.blackholed
-    await shared.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
+    await shared.bus.request(subjects.command("chaos", "w0"), {"fault": "blackhole", "duration": 0.05})
     await shared.chaos("w0", "hang")
     await shared.bus.request(
-        subjects.chaos("w1"), {"fault": "blackhole", "duration": 0.05}
+        subjects.command("chaos", "w1"), {"fault": "blackhole", "duration": 0.05}
     )  # ends after that of w0
     other = shared.many.workers[1].server.connections
     assert other.blackholed
@@ -165,17 +167,17 @@ async def test_a_hung_worker_can_be_killed(shared: SharedProcess, eventually: Ev
     await shared.chaos("w0", "kill")
     await eventually(lambda: len(shared.lives("w0")) == 2 and len(shared.bus.entries) == 3)
     newest = {"instance": shared.lives("w0")[1]}
-    assert (await shared.bus.request(subjects.resume("w0"), newest))["draining"] is False
+    assert (await shared.bus.request(subjects.command("resume", "w0"), newest))["draining"] is False
 
 
 async def test_a_hung_worker_that_is_considered_dead_ends_and_is_restarted(
     shared: SharedProcess, eventually: Eventually
 ) -> None:
     await shared.chaos("w0", "hang")
-    assert await shared.bus.request(subjects.retire("w0"), {"instance": "i0"}) == {"retired": True}
+    assert await shared.bus.request(subjects.command("retire", "w0"), {"instance": "i0"}) == {"retired": True}
     await eventually(lambda: len(shared.lives("w0")) == 2 and len(shared.bus.entries) == 3)
     newest = {"instance": shared.lives("w0")[1]}
-    assert (await shared.bus.request(subjects.resume("w0"), newest))["draining"] is False
+    assert (await shared.bus.request(subjects.command("resume", "w0"), newest))["draining"] is False
     assert shared.lives("w1") == ["i1"]
 
 
@@ -198,7 +200,7 @@ async def test_a_worker_with_a_dead_engine_fails_alone(shared: SharedProcess, ev
 async def test_a_restarted_worker_leaves_gracefully_and_joins_again(
     shared: SharedProcess, eventually: Eventually
 ) -> None:
-    assert (await shared.bus.request(subjects.stop("w1"), {"instance": "i1"}))["stopping"] is True
+    assert (await shared.bus.request(subjects.command("stop", "w1"), {"instance": "i1"}))["stopping"] is True
     await eventually(lambda: len(shared.lives("w1")) == 2)
     assert WorkerLeft(worker="w1", instance="i1", mode="graceful", exit=0) in shared.facts("w1")
 
@@ -218,7 +220,7 @@ async def test_health_reports_a_worker_between_two_lives_as_restarting(
     await shared.chaos("w1", "die")
     await eventually(lambda: len(shared.facts("w1")) == 5)  # it has left
     assert health(shared) == (200, "degraded", serving | {"w1": "restarting"})
-    await shared.bus.request(subjects.drain("w0"), {"instance": "i0"})
+    await shared.bus.request(subjects.command("drain", "w0"), {"instance": "i0"})
     assert health(shared) == (200, "degraded", serving | {"w0": "draining", "w1": "restarting"})
     for worker in ("w0", "w2"):
         await shared.chaos(worker, "kill")
@@ -240,6 +242,13 @@ async def test_all_workers_leave_when_the_process_stops(shared: SharedProcess) -
     assert await shared.end() == 0
     left = [event.fact for event in shared.stream.events if isinstance(event.fact, WorkerLeft)]
     assert sorted((fact.worker, fact.mode) for fact in left) == [(f"w{n}", "graceful") for n in range(3)]
+
+
+async def test_a_worker_with_a_new_engine_identity_ends_a_stopping_process_without_an_error(
+    shared: SharedProcess,
+) -> None:
+    shared.many.workers[0].fail(EngineChanged("the engine serves another model"))
+    assert await shared.end() == 0
 
 
 async def test_an_error_in_a_callback_ends_all_workers(shared: SharedProcess) -> None:

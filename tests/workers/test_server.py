@@ -15,12 +15,13 @@ from waits import turns
 
 from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
 from workers.counters import Ends
-from workers.engines.engine import Announce, Deliver, EngineIdentity, Immovable, Phase, discard_events
+from workers.engines.engine import Announce, Deliver, EngineIdentity, Import, Phase, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 from workers.frontends import BufferLimits
+from workers.kv_transfer.messages import Description
 from workers.server import FrontendProtocol, WorkerServer
 from workers.shutdown import DRAINING, LEAVING, drain
 
@@ -170,6 +171,7 @@ async def test_a_beat_reports_the_tokens_of_a_prefill(serve: Serve, dial: Dial) 
 # --- frontends that do not read
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_gets_every_token_in_fewer_frames(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
@@ -258,6 +260,7 @@ async def test_a_frontend_that_stops_reading_is_closed_after_the_time_limit(
     assert server.in_flight == 0
 
 
+@pytest.mark.slow
 async def test_the_backlog_is_sent_before_the_connection_closes(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
@@ -378,10 +381,11 @@ async def test_a_blackhole_drops_both_directions_and_closes_nothing_until_it_hea
 # --- engines with threads of their own
 
 
-class ThreadedEngine(Immovable):
+class ThreadedEngine:
     """Emits one token of every request from another thread, and nothing more."""
 
     announces = False
+    kv: tuple[Description, ...] = ()
 
     def __init__(self) -> None:
         self.identity: EngineIdentity = SimulatedEngine(SHAPE).identity
@@ -394,6 +398,10 @@ class ThreadedEngine(Immovable):
         thread = threading.Thread(target=lambda: self.deliver([(key, Chunk(0, [300], "length"))]))
         thread.start()
         thread.join()
+
+    def export(self, key: int) -> None: ...
+    def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
+        return "this engine takes no KV cache in"
 
     def awaits(self) -> None: ...
     def cancel(self, key: int) -> None: ...

@@ -122,6 +122,7 @@ class Life:
                 yield f"stream {stream} ends too early"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 async def test_no_sequence_of_events_violates_a_guarantee(
     route: FrontendRoute, seed: int, eventually: Eventually

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from engine_contract import prompt
+from memory_journal import MemoryJournal, MemoryStream
 from plain_frontend import PlainFrontend
 from worker_life import ABOUT, Begin, Eventually, Life
 from worker_process import START_S, Process, Spawn
 
 from events import subjects
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
 from events.process.presence import present
 from workers.engines.simulated.engine import SimulatedEngine
@@ -104,6 +104,7 @@ async def test_the_phases_are_logged_with_the_texts_of_the_seed(spawn: Spawn, ev
     assert not list((process.data / "run").iterdir()), "its presence file is removed"
 
 
+@pytest.mark.slow
 async def test_requests_under_way_are_served_and_later_ones_refused(begin: Begin) -> None:
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
@@ -124,6 +125,7 @@ async def test_requests_under_way_are_served_and_later_ones_refused(begin: Begin
     assert life.facts[2] == DrainFinished(**ABOUT, completed=1 + len(late), migrated=0)
 
 
+@pytest.mark.slow
 async def test_decoding_streams_continue_elsewhere_at_once_if_the_shutdown_is_not_graceful(
     spawn: Spawn, eventually: Eventually
 ) -> None:
@@ -157,6 +159,7 @@ async def test_a_shutdown_that_is_not_graceful_waits_for_streams_that_cannot_mov
     frontend.transport.abort()
 
 
+@pytest.mark.slow
 async def test_further_signals_are_ignored(spawn: Spawn, eventually: Eventually) -> None:
     process, frontend = await serving(spawn, eventually, "--itl-ms", "5")
     stream = frontend.ask(prompt(), max_tokens=200)
@@ -189,9 +192,9 @@ async def test_b30_a_second_signal_ends_the_grace_period_if_configured(
 
 async def test_an_operator_can_stop_a_worker_gracefully_over_the_bus(begin: Begin) -> None:
     life = await begin()
-    answer = await life.bus.request(subjects.stop("w0"), {"instance": "i0"})
+    answer = await life.bus.request(subjects.command("stop", "w0"), {"instance": "i0"})
     assert "i0 is gone" in str(answer["error"])
-    answer = await life.bus.request(subjects.stop("w0"), {"instance": "i1"})
+    answer = await life.bus.request(subjects.command("stop", "w0"), {"instance": "i1"})
     assert answer == {"stopping": True, "in_flight": 0}
     async with asyncio.timeout(20):
         assert await life.running == 0
@@ -203,13 +206,15 @@ async def test_a_command_that_arrives_after_its_deadline_is_refused(begin: Begin
     over = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
     later = (datetime.now(UTC) + timedelta(seconds=60)).isoformat()
     for subject, body in (
-        (subjects.stop("w0"), {"instance": "i1"}),
-        (subjects.chaos("w0"), {"fault": "die"}),
+        (subjects.command("stop", "w0"), {"instance": "i1"}),
+        (subjects.command("chaos", "w0"), {"fault": "die"}),
     ):
         answer = await life.bus.request(subject, {**body, "until": over})
         assert "arrived after its deadline" in str(answer["error"])
     assert not life.running.done()
-    assert (await life.bus.request(subjects.stop("w0"), {"instance": "i1", "until": later}))["stopping"]
+    assert (await life.bus.request(subjects.command("stop", "w0"), {"instance": "i1", "until": later}))[
+        "stopping"
+    ]
     async with asyncio.timeout(20):
         assert await life.running == 0
 
@@ -306,7 +311,7 @@ async def test_an_engine_that_does_not_answer_its_check_is_dead(begin: Begin) ->
 async def test_a_failed_callback_of_the_loop_ends_the_worker(begin: Begin) -> None:
     life = await begin()
     failed: dict[str, object] = {"message": "", "handle": None, "exception": ZeroDivisionError("a bug")}
-    end_after(failed, Alone(life.worker, Stop()))
+    end_after(failed, Alone(life.worker, Stop(), lambda config: life.worker))
     assert "a callback of the event loop failed: ZeroDivisionError" in await failure_reason(life)
 
 

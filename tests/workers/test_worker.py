@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from engine_contract import prompt
+from memory_journal import MemoryJournal, MemoryStream
 from plain_frontend import PlainFrontend
 from structlog.testing import capture_logs
 from waits import turns
@@ -13,7 +14,6 @@ from worker_life import ABOUT, DIED, Begin, Eventually, Life
 
 from events import subjects
 from events.errors import HoldfastError
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import (
     DrainFinished,
     EngineFaulted,
@@ -79,14 +79,14 @@ async def test_a_drain_lets_streams_finish_and_is_recorded_once(begin: Begin, ev
     stream = frontend.ask(prompt(), max_tokens=60)
     await frontend.until(lambda: frontend.tokens(stream))
     body = {"instance": "i1", "deadline_s": 20}
-    answers = [await life.bus.request(subjects.drain("w0"), body) for _ in range(3)]
+    answers = [await life.bus.request(subjects.command("drain", "w0"), body) for _ in range(3)]
     assert answers[0] == {"draining": True, "in_flight": 1}
     assert len(await frontend.answer(stream)) == 60
     await eventually(lambda: len(life.facts) > 1)
     assert life.facts[1:] == [DrainFinished(**ABOUT, completed=1, migrated=0)]
     await eventually(lambda: life.beats[-1]["draining"])
     assert frontend.beats[-1].draining
-    assert (await life.bus.request(subjects.drain("w0"), body))["in_flight"] == 0
+    assert (await life.bus.request(subjects.command("drain", "w0"), body))["in_flight"] == 0
     assert len(life.facts) == 2
     frontend.transport.close()
 
@@ -98,7 +98,7 @@ async def test_a_drain_past_its_deadline_sends_streams_elsewhere(
     frontend = await PlainFrontend.connect(life.port)
     stream = frontend.ask(prompt(), max_tokens=10_000)
     await frontend.until(lambda: frontend.tokens(stream))
-    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 0.05})
+    await life.bus.request(subjects.command("drain", "w0"), {"instance": "i1", "deadline_s": 0.05})
     await frontend.answer(stream)
     await eventually(lambda: len(life.facts) > 1)
     assert life.facts[1:] == [DrainFinished(**ABOUT, completed=0, migrated=1)]
@@ -110,8 +110,8 @@ async def test_a_cancelled_drain_ends_no_stream_at_its_deadline(begin: Begin) ->
     frontend = await PlainFrontend.connect(life.port)
     stream = frontend.ask(prompt(), max_tokens=60)
     await frontend.until(lambda: frontend.tokens(stream))
-    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 0.1})
-    await life.bus.request(subjects.resume("w0"), {"instance": "i1"})
+    await life.bus.request(subjects.command("drain", "w0"), {"instance": "i1", "deadline_s": 0.1})
+    await life.bus.request(subjects.command("resume", "w0"), {"instance": "i1"})
     assert len(await frontend.answer(stream)) == 60
     assert len(life.facts) == 1  # no drain has finished
     frontend.transport.close()
@@ -123,14 +123,14 @@ async def test_a_resumed_worker_accepts_requests_and_its_next_drain_counts_afres
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
     drain = {"instance": "i1", "deadline_s": 5}
-    await life.bus.request(subjects.drain("w0"), drain)
+    await life.bus.request(subjects.command("drain", "w0"), drain)
     refused = frontend.ask(prompt())
     await frontend.answer(refused)
     await eventually(lambda: len(life.facts) == 2)
-    answer = await life.bus.request(subjects.resume("w0"), {"instance": "i1"})
+    answer = await life.bus.request(subjects.command("resume", "w0"), {"instance": "i1"})
     assert answer == {"draining": False, "in_flight": 0}
     assert len(await frontend.answer(frontend.ask(prompt()))) == 16
-    await life.bus.request(subjects.drain("w0"), drain)
+    await life.bus.request(subjects.command("drain", "w0"), drain)
     await eventually(lambda: len(life.facts) == 3)
     assert life.facts[1:] == [DrainFinished(**ABOUT, completed=0, migrated=0)] * 2
     frontend.transport.close()
@@ -150,7 +150,7 @@ async def test_a_drain_counts_the_streams_that_a_frontend_moved_before_the_worke
     await eventually(lambda: life.worker.server.in_flight == 2)
     begun = other.ask(prompt(salt=6), max_tokens=4)  # this frontend does not know of the drain yet
     assert len(await other.answer(begun)) == 4
-    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 20})
+    await life.bus.request(subjects.command("drain", "w0"), {"instance": "i1", "deadline_s": 20})
     frontend.cancel(late, "drained")
     other.cancel(unknowing, "gone")
     await eventually(lambda: len(life.facts) > 1)
@@ -168,7 +168,7 @@ async def test_a_drain_cancelled_before_the_worker_knew_does_not_count_for_the_n
     await frontend.until(lambda: frontend.tokens(stream))
     frontend.cancel(stream, "drained")
     assert len(await frontend.answer(frontend.ask(prompt(salt=1)))) == 16  # so it was resumed
-    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 20})
+    await life.bus.request(subjects.command("drain", "w0"), {"instance": "i1", "deadline_s": 20})
     await eventually(lambda: len(life.facts) > 1)
     assert life.facts[1:] == [DrainFinished(**ABOUT, completed=0, migrated=0)]
     frontend.transport.close()
@@ -176,7 +176,7 @@ async def test_a_drain_cancelled_before_the_worker_knew_does_not_count_for_the_n
 
 async def test_a_request_for_an_earlier_life_is_refused(begin: Begin) -> None:
     life = await begin()
-    answer = await life.bus.request(subjects.drain("w0"), {"instance": "i0", "deadline_s": 5})
+    answer = await life.bus.request(subjects.command("drain", "w0"), {"instance": "i0", "deadline_s": 5})
     assert answer == {"error": "i0 is gone; worker w0 is i1 now"}
     assert life.worker.server.drain.refusal is None
 
@@ -238,7 +238,7 @@ async def test_a_dead_engine_ends_the_worker_at_once(begin: Begin) -> None:
     frontend = await PlainFrontend.connect(life.port)
     stream = frontend.ask(prompt(), max_tokens=10_000)
     await frontend.until(lambda: frontend.tokens(stream))
-    await life.bus.request(subjects.chaos("w0"), {"fault": "die"})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "die"})
     async with asyncio.timeout(20):
         assert await life.running == 1
     await frontend.answer(stream)
@@ -255,7 +255,7 @@ async def test_a_dead_engine_ends_the_worker_at_once(begin: Begin) -> None:
 
 async def test_an_instance_that_is_considered_dead_ends_without_an_engine_fault(begin: Begin) -> None:
     life = await begin(itl_s=0.01)
-    await life.bus.request(subjects.retire("w0"), {"instance": ABOUT["instance"]})
+    await life.bus.request(subjects.command("retire", "w0"), {"instance": ABOUT["instance"]})
     async with asyncio.timeout(20):
         assert await life.running == 1
     assert [fact.kind() for fact in life.facts[1:]] == ["shutdown_began", "drain_finished", "worker_left"]
@@ -310,7 +310,9 @@ async def test_a_port_in_use_gives_one_clear_error(begin: Begin) -> None:
 async def test_a_raising_engine_causes_one_fact_for_many_requests(begin: Begin) -> None:
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
-    assert "fault" in await life.bus.request(subjects.chaos("w0"), {"fault": "error", "argument": 0})
+    assert "fault" in await life.bus.request(
+        subjects.command("chaos", "w0"), {"fault": "error", "argument": 0}
+    )
     for n in range(5):
         await frontend.answer(frontend.ask(prompt(salt=n)))
     faults = [fact for fact in life.facts if isinstance(fact, EngineFaulted)]
@@ -321,7 +323,7 @@ async def test_a_raising_engine_causes_one_fact_for_many_requests(begin: Begin) 
 
 async def test_a_fault_with_a_duration_heals_by_itself(begin: Begin, eventually: Eventually) -> None:
     life = await begin()
-    await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "blackhole", "duration": 0.05})
     assert life.worker.server.connections.blackholed
     await eventually(lambda: not life.worker.server.connections.blackholed)
 
@@ -337,7 +339,9 @@ async def test_each_fault_has_its_own_duration(begin: Begin, eventually: Eventua
     faults = faults_of(life)
 
     async def play(fault: str, **more: float) -> None:
-        assert "error" not in await life.bus.request(subjects.chaos("w0"), {"fault": fault, **more})
+        assert "error" not in await life.bus.request(
+            subjects.command("chaos", "w0"), {"fault": fault, **more}
+        )
 
     await play("slow", argument=3, duration=0.05)
     await play("corrupt", argument=5)
@@ -354,10 +358,10 @@ async def test_each_fault_has_its_own_duration(begin: Begin, eventually: Eventua
 async def test_a_repeated_fault_replaces_the_first(begin: Begin, eventually: Eventually) -> None:
     life = await begin()
     faults = faults_of(life)
-    await life.bus.request(subjects.chaos("w0"), {"fault": "error", "duration": 0.05})
-    await life.bus.request(subjects.chaos("w0"), {"fault": "error"})
-    await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 3600})
-    await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 0.1})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "error", "duration": 0.05})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "error"})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "slow", "duration": 3600})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "slow", "duration": 0.1})
     await eventually(lambda: faults.slow == 1.0)
     assert faults.error
 
@@ -365,10 +369,10 @@ async def test_a_repeated_fault_replaces_the_first(begin: Begin, eventually: Eve
 async def test_a_heal_cancels_the_durations_of_earlier_faults(begin: Begin, eventually: Eventually) -> None:
     life = await begin()
     faults = faults_of(life)
-    await life.bus.request(subjects.chaos("w0"), {"fault": "error", "duration": 0.05})
-    await life.bus.request(subjects.chaos("w0"), {"fault": "heal"})
-    await life.bus.request(subjects.chaos("w0"), {"fault": "error"})
-    await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 0.1})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "error", "duration": 0.05})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "heal"})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "error"})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "slow", "duration": 0.1})
     await eventually(lambda: faults.slow == 1.0)
     assert faults.error
 
@@ -378,11 +382,11 @@ async def test_a_worker_in_a_blackhole_sends_nothing_on_the_bus_either(
 ) -> None:
     life = await begin()
     await eventually(lambda: life.beats)
-    await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "blackhole"})
     before = len(life.beats)
     await life.worker.beats.beat()
     assert len(life.beats) == before
-    await life.bus.request(subjects.chaos("w0"), {"fault": "heal"})
+    await life.bus.request(subjects.command("chaos", "w0"), {"fault": "heal"})
     await life.worker.beats.beat()
     assert len(life.beats) == before + 1
 
@@ -399,7 +403,7 @@ async def test_faults_that_cannot_be_rehearsed_are_refused_with_a_message(
     begin: Begin, fault: str, config: dict[str, Any], words: str
 ) -> None:
     life = await begin(**config)
-    answer = await life.bus.request(subjects.chaos("w0"), {"fault": fault})
+    answer = await life.bus.request(subjects.command("chaos", "w0"), {"fault": fault})
     assert words in str(answer["error"])
 
 
@@ -431,7 +435,7 @@ async def test_a_worker_limits_its_batch_on_command_and_reports_it_in_heartbeats
         if body.get("batch") == 0.5:
             beaten.set()
 
-    subject = subjects.batch("w0")
+    subject = subjects.command("batch", "w0")
     assert await life.bus.request(subject, {"instance": "i1", "share": 0.5}, 5) == {"batch": 0.5}
     assert engine.each[0].scheduler.batch_limit == 4
     await life.bus.subscribe(subjects.beat("w0"), heard)
@@ -448,7 +452,7 @@ async def test_a_worker_limits_its_batch_on_command_and_reports_it_in_heartbeats
 async def test_a_convicted_worker_is_notified_and_reports_it(begin: Begin) -> None:
     life = await begin()
     trust = life.worker.server.moves.trust
-    subject = subjects.distrust("w0")
+    subject = subjects.command("distrust", "w0")
     answer = await life.bus.request(subject, {"instance": "i1", "reason": "corrupt"}, 5)
     assert answer == {"convicted": True} and "corrupt" in trust.reason
     with pytest.raises(SenderDistrusted):

@@ -14,7 +14,7 @@ from plain_frontend import PlainFrontend
 from worker_life import Eventually
 from worker_process import START_S, Spawn
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from events import subjects
 from events.fact import Fact
 from events.journal.nats import NatsJournal
@@ -60,6 +60,7 @@ async def test_a_process_serves_without_a_fleet_and_ends_at_sigterm(
     await frontend.lost()
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_a_process_joins_sends_heartbeats_and_leaves(
     spawn: Spawn, nats_url: str, eventually: Eventually
@@ -69,7 +70,7 @@ async def test_a_process_joins_sends_heartbeats_and_leaves(
     await bus.subscribe(subjects.beat("w5"), lambda subject, body: beats.append(dict(body)))
     process = await spawn("--name", "w5", nats_url=nats_url, HOLDFAST_WORKER_INSTANCE="life-1")
     await eventually(lambda: beats, START_S)
-    answer = await bus.request(subjects.drain("w5"), {"instance": "life-1", "deadline_s": 1})
+    answer = await bus.request(subjects.command("drain", "w5"), {"instance": "life-1", "deadline_s": 1})
     assert answer["draining"] is True
     process.inner.send_signal(signal.SIGTERM)
     assert await process.ended() == 0
@@ -82,11 +83,12 @@ async def test_a_process_joins_sends_heartbeats_and_leaves(
     await bus.close()
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_a_worker_serves_while_the_broker_is_disconnected(
     spawn: Spawn, own_nats: EmbeddedServer, background: Any, eventually: Eventually
 ) -> None:
-    from controller.adapters.embedded.servers import start_nats
+    from controller.adapters.embedded.nats import start_nats
 
     background.run(own_nats.kill())
     process = await spawn(nats_url=own_nats.url)
@@ -121,6 +123,7 @@ async def test_several_workers_share_a_process(spawn: Spawn, eventually: Eventua
     assert await process.ended() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_a_process_that_lost_one_of_its_workers_does_not_report_a_shutdown(
     spawn: Spawn, nats_url: str, eventually: Eventually
@@ -130,7 +133,7 @@ async def test_a_process_that_lost_one_of_its_workers_does_not_report_a_shutdown
     url, bus = present(process.data)[0].url + "/health", await NatsBus.connect(nats_url, "test")
     seen: list[tuple[int, str, str]] = []
     async with aiohttp.ClientSession() as http:
-        await bus.request(subjects.chaos("h0"), {"fault": "kill"})
+        await bus.request(subjects.command("chaos", "h0"), {"fault": "kill"})
         while len(process.ready) < 3 or not seen or seen[-1][1] != "healthy":
             async with http.get(url) as response:
                 body = await response.json()
@@ -224,6 +227,7 @@ async def test_a_simulated_worker_loads_nothing_that_it_does_not_need(
     assert not [name for name in heavy if f"/{name}" in mapped]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "environment", "code", "words"),
     [

@@ -199,10 +199,11 @@ class Upstream:
         return await self._stream(request, body, answer)
 
     def _contradicted(self, probe: dict[str, Any]) -> bool:
-        """Return whether a constraint contradicts itself, by a name that is validated."""
+        """Return whether a constraint contradicts itself, by a name that is validated, or is of an unsupported kind."""
         known = self.reads | self.obeys
         return (
             ("structured_outputs" in known and len(probe.get("structured_outputs", ())) > 1)
+            or ("no grammars" in known and "grammar" in probe.get("structured_outputs", ()))
             or ("guided" in known and {"guided_choice", "guided_regex"} <= probe.keys())
             or ("response_format" in known and probe.get("response_format", {}).get("type") == WORD)
         )
@@ -211,12 +212,18 @@ class Upstream:
         """Return the only answer that an obeyed constraint allows, if any."""
         words: list[str] = []
         if "structured_outputs" in self.obeys:
-            words += body.get("structured_outputs", {}).get("choice", ())
+            given = body.get("structured_outputs", {})
+            words += given.get("choice", ())
+            if f'"{WORD}"' in given.get("grammar", ""):
+                words.append(WORD)
         if "guided" in self.obeys:
             words += body.get("guided_choice", ())
         if "response_format" in self.obeys and "response_format" in body:
             schema = body["response_format"].get("json_schema", {}).get("schema", {})
             words += [json.dumps(one) for one in schema.get("enum", ())]
+        for style, name in (("ebnf", "ebnf"), ("gbnf", "grammar")):
+            if style in self.obeys and f'"{WORD}"' in body.get(name, ""):
+                words.append(WORD)
         return words[0] if words else ""
 
     def _prompt_logprobs(self, body: dict[str, Any]) -> list[dict[str, dict[str, Any]] | None]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from memory_bus import MemoryBus
+from memory_journal import MemoryJournal, MemoryStream
 
 from events import subjects
 from events.fact import Fact
-from events.journal.memory import MemoryJournal, MemoryStream
-from events.nats.bus import MemoryBus
 from workers.config.settings import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape

@@ -1,15 +1,13 @@
-"""The HTTP server of a worker's admin port: /health, /live and /metrics.
+"""The HTTP server of a worker process's admin port: /health, /live and /metrics.
 
-It is imported only after the workers of the process serve.
+This module is not imported before all workers of the process serve frontends.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from http import HTTPStatus
 from itertools import accumulate, product
-from operator import attrgetter
 
 import msgspec
 from prometheus_client.core import (
@@ -45,37 +43,35 @@ CONNECTIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class PageAnswer:
-    """The HTTP response of one page."""
+    """The HTTP response of one URL path, such as /health."""
 
     body: bytes
     type: str = "application/json; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
-
-    @property
-    def large(self) -> bool:
-        """Whether the body is large enough to be compressed."""
-        return len(self.body) >= LARGE_BYTES
 
 
 Page = Callable[[], PageAnswer | Awaitable[PageAnswer]]
 
 
 class Pages:
-    """A minimal HTTP server, which answers GET and HEAD requests for a few pages. Each connection carries one request.
+    """A minimal HTTP server, which answers GET and HEAD requests for a few URL paths.
 
-    A web framework would use a third of a worker's memory.
+    Each connection carries one request.
+    A web framework is not used, because it would take a third of a worker's memory.
     """
 
     def __init__(self, pages: Mapping[str, Page], request_s_max: float = REQUEST_S_MAX) -> None:
-        """Build a server of `pages`, by path. `request_s_max` limits the seconds of one request, including its response."""
+        """Build a server. `pages` maps each URL path to the function that returns its response.
+
+        A request and its response together may take at most `request_s_max` seconds.
+        """
         self._request_s_max = request_s_max
         self._pages = pages
         self._hosts = own_hosts()
         self._server: asyncio.Server | None = None
         self._open = 0
-        self._waiting: dict[
-            asyncio.StreamWriter, None
-        ] = {}  # connections without a request yet, oldest first
+        # connections without a request yet, oldest first
+        self._waiting: dict[asyncio.StreamWriter, None] = {}
 
     async def start(self, host: str, port: int) -> int:
         """Listen on a TCP port, and return the port's number. Raise OSError if the port cannot be bound."""
@@ -97,11 +93,9 @@ class Pages:
                     head = await reader.readuntil(b"\r\n\r\n")
                     self._waiting.pop(writer, None)
                     answer = await self._answer(head)
-                    body, coded = (
-                        await asyncio.to_thread(packed, answer.body, _accepts(head))
-                        if answer.large
-                        else (answer.body, {})
-                    )
+                    body, coded = answer.body, dict[str, str]()
+                    if len(body) >= LARGE_BYTES:
+                        body, coded = await asyncio.to_thread(packed, body, _accepts(head))
                     writer.write(_encode(answer, body, coded, head.startswith(b"HEAD ")))
                     await writer.drain()
             writer.close()
@@ -112,7 +106,10 @@ class Pages:
             self._waiting.pop(writer, None)
 
     def _abort_oldest_waiting(self) -> bool:
-        """Abort the oldest connection that has sent no request. Return False if the newest connection is the only such one."""
+        """Abort the oldest connection that has sent no request yet, and return True.
+
+        Return False if every connection except the newest has sent a request. The newest is never aborted here.
+        """
         first = next(iter(self._waiting))
         if len(self._waiting) > 1:
             del self._waiting[first]
@@ -138,7 +135,10 @@ def _error(status: HTTPStatus) -> PageAnswer:
 
 
 def _headers(head: bytes) -> dict[str, str]:
-    """Return the headers of a request that `admin_guard.refusal` checks. `head` holds the request line and the headers."""
+    """Return a request's Host, Origin and Sec-Fetch-Site headers, which show whether a foreign web page sent it.
+
+    `head` holds the request line and all headers. The result has no entry for a header that the request lacks.
+    """
     lines = (line.decode("latin-1").partition(":") for line in head.split(b"\r\n")[1:])
     found = {name.strip().lower(): value.strip() for name, _, value in lines}
     return {
@@ -242,9 +242,8 @@ COUNTS: tuple[tuple[str, str, tuple[str, ...], Callable[[InferenceWorker], Mappi
         "dynamo_component_errors",
         "Streams that ended with an error.",
         ("error_type",),
-        lambda w: _from_zero(
-            ERRORS, w.server.counters.errors
-        ),  # an alert needs a sample of each error before its first
+        # an alert needs a sample of each error before its first
+        lambda w: _from_zero(ERRORS, w.server.counters.errors),
     ),
     (
         "holdfast_worker_connection_refusals",
@@ -289,43 +288,34 @@ HISTOGRAMS: tuple[
     ),
 )
 # The load metrics of each DP rank of a simulated engine, with the names that real engines use.
-RANKS = (
-    ("request_active_slots", "Requests in the batch, per DP rank (simulated engine)."),
-    ("request_total_slots", "Capacity of the batch, in requests."),
-    ("num_requests_waiting", "Requests not yet in the batch."),
-    ("kv_active_blocks", "KV blocks held by requests."),
-    ("kv_total_blocks", "KV blocks in total."),
-    ("gpu_cache_usage_perc", "Share of KV blocks held by requests (0 to 1)."),
-    (
-        "gpu_prefix_cache_hit_rate",
-        "Share of prompt tokens found in the prefix cache by recently admitted requests (0 to 1).",
-    ),
-    ("num_preemptions", "Preemptions so far: requests returned to the queue because KV blocks ran out."),
-    ("scheduled_num_prefill_requests", "Prefill requests in the newest pass."),
-    ("scheduled_sum_prefill_tokens", "Prompt tokens computed by the newest pass."),
-    (
-        "scheduled_var_prefill_length",
-        "Variance of the prefill prompts' lengths, as far as computed after the newest pass.",
-    ),
-    (
-        "scheduled_sum_prefill_kv_tokens",
-        "Tokens of the prefill prompts that were computed before the newest pass.",
-    ),
-    ("scheduled_num_decode_requests", "Decode requests in the newest pass."),
-    ("scheduled_sum_decode_kv_tokens", "Tokens of the decode requests in the newest pass."),
-    ("scheduled_var_decode_kv_tokens", "Variance of the decode requests' lengths in the newest pass."),
-    ("queued_num_prefill_requests", "Waiting requests without output."),
-    ("queued_sum_prefill_tokens", "Tokens of the waiting requests without output."),
-    ("queued_var_prefill_length", "Variance of the lengths of the waiting requests without output."),
-    ("queued_num_decode_requests", "Waiting requests that were preempted."),
-    ("queued_sum_decode_kv_tokens", "Tokens of the waiting requests that were preempted."),
-    ("queued_var_decode_kv_tokens", "Variance of the lengths of the waiting requests that were preempted."),
-    ("wall_time", "Duration of the newest pass, in seconds."),
-)
+RANKS = {
+    "request_active_slots": "Requests in the batch, per DP rank (simulated engine).",
+    "request_total_slots": "Capacity of the batch, in requests.",
+    "num_requests_waiting": "Requests not yet in the batch.",
+    "kv_active_blocks": "KV blocks held by requests.",
+    "kv_total_blocks": "KV blocks in total.",
+    "gpu_cache_usage_perc": "Share of KV blocks held by requests (0 to 1).",
+    "gpu_prefix_cache_hit_rate": "Share of prompt tokens found in the prefix cache by recently admitted requests (0 to 1).",
+    "num_preemptions": "Preemptions so far: requests returned to the queue because KV blocks ran out.",
+    "scheduled_num_prefill_requests": "Prefill requests in the newest pass.",
+    "scheduled_sum_prefill_tokens": "Prompt tokens computed by the newest pass.",
+    "scheduled_var_prefill_length": "Variance of the prefill prompts' lengths, as far as computed after the newest pass.",
+    "scheduled_sum_prefill_kv_tokens": "Tokens of the prefill prompts that were computed before the newest pass.",
+    "scheduled_num_decode_requests": "Decode requests in the newest pass.",
+    "scheduled_sum_decode_kv_tokens": "Tokens of the decode requests in the newest pass.",
+    "scheduled_var_decode_kv_tokens": "Variance of the decode requests' lengths in the newest pass.",
+    "queued_num_prefill_requests": "Waiting requests without output.",
+    "queued_sum_prefill_tokens": "Tokens of the waiting requests without output.",
+    "queued_var_prefill_length": "Variance of the lengths of the waiting requests without output.",
+    "queued_num_decode_requests": "Waiting requests that were preempted.",
+    "queued_sum_decode_kv_tokens": "Tokens of the waiting requests that were preempted.",
+    "queued_var_decode_kv_tokens": "Variance of the lengths of the waiting requests that were preempted.",
+    "wall_time": "Duration of the newest pass, in seconds.",
+}
 
 
 class WorkerMetrics(Collector):
-    """Reads the workers' counters at scrape time, so that metrics cost nothing while requests are served."""
+    """Reads the workers' counters at scrape time. Between scrapes, this class does no work."""
 
     def __init__(self, workers: Sequence[InferenceWorker], journal: ObservedJournal | None = None) -> None:
         self._workers = workers
@@ -344,34 +334,36 @@ class WorkerMetrics(Collector):
             yield gauge
         for name, text, more, counts in COUNTS:
             family = CounterMetricFamily(name, text, labels=(*LABELS, *more))
-            for worker in self._workers:
+            for labels, worker in labelled:
                 for values, count in counts(worker).items():
-                    family.add_metric([*_labels(worker), *values], count)
+                    family.add_metric([*labels.values(), *values], count)
             yield family
         for name, text, bounds, read_buckets in HISTOGRAMS:
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
-            for worker in self._workers:
+            upper = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+            for labels, worker in labelled:
                 buckets, total = read_buckets(worker.server.counters)
-                histogram.add_metric(_labels(worker), _buckets(bounds, buckets), total)
+                cumulated = list(zip(upper, map(float, accumulate(buckets)), strict=True))
+                histogram.add_metric([*labels.values()], cumulated, total)
             yield histogram
         if self._journal is not None:
             yield from _journal_metrics(self._journal)
         yield from self.ranks()
 
     def ranks(self) -> Iterable[Metric]:
-        """Yield the load metrics of each DP rank. Only simulated engines have samples."""
+        """Yield the load metrics of each DP rank. The metrics have samples only for simulated engines."""
         names = (*LABELS, "dp_rank")
-        reported: list[tuple[dict[str, str], object]] = []
+        reported: list[tuple[dict[str, str], dict[str, float]]] = []
         for worker in self._workers:
-            stats: Callable[[], Sequence[object]] = getattr(worker.engine, "stats", list)
+            stats: Callable[[], Sequence[dict[str, float]]] = getattr(worker.engine, "stats", list)
             labels = _labels(worker)
             reported += [
                 (dict(zip(names, (*labels, str(rank)), strict=True)), one) for rank, one in enumerate(stats())
             ]
-        for field, text in RANKS:
-            name, read = f"holdfast_worker_engine_{field}", attrgetter(field)
+        for field, text in RANKS.items():
+            name = f"holdfast_worker_engine_{field}"
             family = GaugeMetricFamily(name, text, labels=names)
-            family.samples += [Sample(name, rank, read(one)) for rank, one in reported]
+            family.samples += [Sample(name, rank, one[field]) for rank, one in reported]
             yield family
 
 
@@ -393,12 +385,18 @@ _UNLIMITED = RequestLimit(0, 0)
 
 
 def _requests(worker: InferenceWorker) -> RequestLimit:
-    """Return the request limit of a worker's engine. If requests are not limited, return a limit with counts of 0."""
+    """Return the request limit of a worker's engine, which counts running, waiting and refused requests.
+
+    For an engine without a limit, the counts are 0.
+    """
     return worker.engine.requests if isinstance(worker.engine, LimitedEngine) else _UNLIMITED
 
 
 def _from_zero(known: Iterable[str], counts: Mapping[str, int]) -> dict[Labels, int]:
-    """Return `counts` by the value of one label, with a count of 0 for each value of `known` that `counts` lacks."""
+    """Return `counts`, with a count of 0 for each value in `known` that `counts` lacks.
+
+    Each key of the result is a tuple of one label value.
+    """
     return {(value,): count for value, count in (dict.fromkeys(known, 0) | dict(counts)).items()}
 
 
@@ -414,19 +412,13 @@ def _kv_used(load: Load) -> float:
     return load.kv_used / load.kv_total if load.kv_total else 0.0
 
 
-def _buckets(upper: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    return list(zip(_bounds(tuple(upper)), map(float, accumulate(counts)), strict=True))
-
-
-@cache
-def _bounds(upper: tuple[float, ...]) -> tuple[str, ...]:
-    return (*(f"{bound:g}" for bound in upper), "+Inf")
-
-
 def health(workers: Sequence[InferenceWorker], stopping: bool) -> PageAnswer:
-    """Return the health page, with status 503 if no worker serves or some do not because the process is `stopping`.
+    """Return the response of /health for a process's workers.
 
-    A worker that does not serve is reported as "restarting", unless the process is stopping.
+    The HTTP status is 503 if no worker serves, or if the process is `stopping` and at least one worker no longer serves.
+    Otherwise the status is 200.
+
+    While the process is not stopping, a worker that does not serve is reported as "restarting".
     """
     states = {worker.config.name: _state(worker, stopping) for worker in workers}
     not_serving = sum(not worker.serving.is_set() for worker in workers)
@@ -462,9 +454,8 @@ async def serve(
 
     async def metrics() -> PageAnswer:
         parts, known = [], LabelSets()
-        for family in WorkerMetrics(
-            workers, journal
-        ).collect():  # one family at a time, so that the event loop sends streams' output in between
+        # one family at a time, so that the event loop sends streams' output in between
+        for family in WorkerMetrics(workers, journal).collect():
             if len(family.samples) > INLINE_SAMPLES_MAX:
                 parts.append(await asyncio.to_thread(generate, (family,), known))
             else:

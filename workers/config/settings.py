@@ -1,12 +1,11 @@
 """The settings of a worker process, which `settings_check` loads from flags and the environment.
 
-The settings are parsed with msgspec, which the request plane needs too, because pydantic would use a third of a simulated
-worker's memory.
+The settings are parsed with msgspec, which the request plane needs anyway. Pydantic would use a third of a simulated worker's
+memory.
 """
 
 import inspect
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -170,7 +169,7 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
     chaos: bool = True
 
     def __repr__(self) -> str:
-        return f"WorkerSettings(name={self.name!r}, ...)"  # some settings are secrets
+        return f"{type(self).__name__}(name={self.name!r}, ...)"  # some settings are secrets
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -197,38 +196,22 @@ def groups() -> dict[str, dict[str, str]]:
     return found
 
 
-def given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
+def non_null(settings: WorkerSettings, *names: str) -> dict[str, Any]:
     """Return the values of the settings `names`, without those that are None."""
     return {name: value for name in names if (value := getattr(settings, name)) is not None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
-    """The configuration of one worker: its identity, address and limits."""
+class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
+    """The configuration of one worker of a process: the process's settings, and fields that the process adds.
 
-    name: str
-    instance: str
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
-    nvlink_domain: str = ""
-    rail: str = ""
-    kv_transport: str = "sockets"
-    connections_max: int = 512
-    connections_per_address_max: int = 256
-    grace_s: float = 60.0  # maximum seconds of a graceful shutdown before its cleanup
-    graceful_shutdown: bool = True  # whether a graceful shutdown also waits for decoding streams
-    name_check_s: float = 0.0  # seconds to listen for another worker of this name before registering; 0: off
-    migration_limit: int | None = None
-    spare: bool = False  # whether the worker starts as a spare, without traffic
+    `name`, `instance` and `port` are those of this worker alone. `grace_s` is reduced to what an orchestrator allows.
+    """
+
+    name_check_s: float = 0.0  # only the first instance of a worker listens for another worker of its name
     account: str = ""  # broker account of this process; empty: the broker has no accounts
-    chaos: bool = True
-    shares_process: bool = (
-        False  # whether other workers run in this process, which must survive this worker's end
-    )
-    key: FleetKey | None = (
-        None  # the fleet key; clients that do not know it are refused. None: all are accepted
-    )
-    computes_on_gpus: bool = (
-        True  # whether the engine computes in this process, so that the worker ends if its GPU fails
-    )
+    # whether other workers run in this process, which must survive this worker's end
+    shares_process: bool = False
+    # the fleet key; clients that do not know it are refused. None: all are accepted
+    key: FleetKey | None = None
+    # whether the engine computes in this process, so that the worker ends if its GPU fails
+    computes_on_gpus: bool = True

@@ -41,8 +41,8 @@ def load_settings(
 ) -> WorkerSettings:
     """Return the settings of this process, from `flags` and the environment.
 
-    If `to_show` is true, the settings are only displayed, so a running worker may have the same name. Raise BadSetting with
-    the setting, its value and what is expected.
+    Raise BadSetting for an invalid setting, with its value and what is expected. Raise BadSetting also if a running worker of
+    the fleet in --data has this worker's name. `to_show` omits this check, for settings that are only displayed.
     """
     given: dict[str, object] = _from_environment(os.environ if environment is None else environment)
     given |= {name: value for name, value in flags.items() if value is not None}
@@ -65,9 +65,10 @@ def load_settings(
 
 
 def _from_environment(known: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings that environment variables set, as texts. Raise BadSetting for an unknown worker variable.
+    """Return the settings that environment variables set, as texts.
 
-    The worker's own variables (`HOLDFAST_WORKER_*`) override Dynamo's, which override those of the whole fleet.
+    Variables of the worker (`HOLDFAST_WORKER_*`) override Dynamo's variables and those of the whole fleet (`HOLDFAST_NATS_URL`,
+    `HOLDFAST_DATA`, `HOLDFAST_FLEET_KEY_FILE`). Raise BadSetting for a variable `HOLDFAST_WORKER_*` that names no setting.
     """
     given: dict[str, object] = {}
     for name in ("nats_url", "data", "fleet_key_file"):  # settings of the whole fleet
@@ -82,10 +83,12 @@ def _from_environment(known: Mapping[str, str]) -> dict[str, object]:
 
 
 def with_broker_user(settings: WorkerSettings) -> WorkerSettings:
-    """Return the settings with the broker URL of this process's own broker account.
+    """Return the settings with a broker URL that authenticates as this process's broker account.
 
-    If the process joins a fleet of this host and has no key seed, create the seed. The fleet then adds the account to its
-    broker. Raise BadBrokerUrl for an invalid URL, and OSError if the seed cannot be written.
+    The broker URL can name a folder with the private keys (seeds) of broker accounts. If the folder is in the fleet's data
+    directory and lacks this account's key, create the key. The fleet on this host then adds the account to its broker.
+
+    Raise BadBrokerUrl for an invalid URL, and OSError if the key cannot be written.
     """
     name = worker_user(settings.name, settings.count)
     folder = urls.keys(settings.nats_url)
@@ -104,16 +107,17 @@ def _named(setting: str) -> Iterator[None]:
 
 
 def _fleet(data: Path) -> dict[str, object]:
-    """Return the contents of the fleet's file in the data directory `data`; empty if the file cannot be read."""
+    """Return the contents of `fleet.json` in the data directory `data`; empty if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads((data / "fleet.json").read_text()))
     return {}
 
 
 def _check_name(settings: WorkerSettings) -> None:
-    """Raise BadSetting if a worker of the joined fleet has this name.
+    """Raise BadSetting if a running worker of the same data directory has the name of this worker.
 
-    The fleet accepts only the newest worker of a name. The older one would stay out of service even after the newer one ends.
+    Of several workers with one name, the fleet accepts only the newest. If the newest worker ends, the older ones still stay
+    out of service.
     """
     for other in present(settings.data):
         if other.role == "worker" and other.name.partition("..")[0] == settings.name:
@@ -123,9 +127,10 @@ def _check_name(settings: WorkerSettings) -> None:
 
 
 def convert_settings(given: Mapping[str, object], called: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the values of `given` to the types of their settings. Raise BadSetting with all errors.
+    """Convert the values of `given` to the types of their settings. Raise one BadSetting that lists all errors.
 
-    `called` maps a setting to the name under which the user set it, for the error. Other settings are named as in `given`.
+    `called` has the settings that were set by `extra_engine_args`, each with the name to use in errors. Errors about other
+    settings use the settings' own names.
     """
     values, errors = {}, []
     for name, text in given.items():
@@ -140,7 +145,7 @@ def convert_settings(given: Mapping[str, object], called: Mapping[str, str]) -> 
 
 
 def _convert_other(kind: Callable[[object], object], text: object) -> object:
-    """Convert a value for a type that msgspec does not support, which is only Path."""
+    """Convert a value to `kind`, a type that msgspec does not support. Path is the only such type of a setting."""
     return kind(text)
 
 
@@ -160,7 +165,7 @@ def check(settings: WorkerSettings) -> None:
 
 
 Rules = Iterator[tuple[object, str]]
-"""Whether a setting is wrong, and why. Each rule applies only if those before it are kept."""
+"""Pairs of whether a setting is wrong and the error text. A rule may assume that all rules before it hold."""
 
 
 def _gpus(s: WorkerSettings) -> Rules:
@@ -202,10 +207,8 @@ def _simulated(s: WorkerSettings) -> Rules:
             foreign = value != default and name != "prefix_caching"
             yield foreign, f"{name} = {value!s}: only valid for simulated engines"
     measured = s.planner_profile_data
-    yield (
-        s.perf_model and measured,
-        f"perf_model = {s.perf_model!r}: planner_profile_data already defines the step times",
-    )
+    both = s.perf_model and measured
+    yield both, f"perf_model = {s.perf_model!r}: planner_profile_data already defines the step times"
     varying = measured or s.perf_model not in (None, "constant")
     yield s.itl_ms and varying, f"itl_ms = {s.itl_ms:g}: only valid if steps take a constant time"
 
@@ -213,11 +216,9 @@ def _simulated(s: WorkerSettings) -> Rules:
 def _openai(s: WorkerSettings) -> Rules:
     only, key_file = "only the openai engine has an upstream", s.upstream_key_file
     if s.engine == "openai":
-        url = s.upstream.startswith(("http://", "https://"))
-        yield (
-            not url,
-            f"upstream = {s.upstream!r}: the openai engine requires the URL of a server (http://...)",
-        )
+        no_url = not s.upstream.startswith(("http://", "https://"))
+        needed = "the openai engine requires the URL of a server (http://...)"
+        yield no_url, f"upstream = {s.upstream!r}: {needed}"
         needed = "the openai engine requires the directory of its model's tokenizer (tokenizer.json)"
         yield not Path(s.model, "tokenizer.json").is_file(), f"model = {s.model!r}: {needed}"
     else:
@@ -244,5 +245,5 @@ def _transformers(s: WorkerSettings) -> Rules:
 
 
 def endpoints(text: str) -> list[str]:
-    """Return the ZeroMQ endpoints that a setting lists, separated by commas."""
+    """Return the ZeroMQ endpoints in `text`, a comma-separated list."""
     return [one.strip() for one in text.split(",") if one.strip()]

@@ -117,7 +117,7 @@ _BLOCK_TOKENS = {"vllm": 64, "sglang": 1, "trtllm": 32}
 
 
 def read_extra(path: Path) -> dict[str, object]:
-    """Convert a file with arguments of Dynamo's mocker to settings, by name. Raise ValueError if the file is invalid."""
+    """Return a file's arguments of Dynamo's mocker as settings, by name. Raise ValueError if the file is invalid."""
     found = _arguments(path)
     settings: dict[str, object] = {"engine_type": "vllm"}
     for name, value in found.items():

@@ -1,8 +1,8 @@
 """Carries out the controller's commands: drain, resume, batch, distrust, stop, retire, faults.
 
-A command may arrive more than once and may arrive late. A running drain is not started again, and a command for an earlier
-instance of this worker is refused. A command with a deadline (stop, fault injection) is also refused after that deadline,
-because its sender has already been told that the command failed.
+A command can arrive more than once, and late. A second drain command does not restart a running drain. A command for an earlier
+instance of this worker is refused. A command with a deadline (stop, fault injection) is refused after that deadline, because
+its sender has already been told that it failed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import structlog
 from events import subjects
 from events.errors import HoldfastError
 from events.intrusion.control_message import foreign
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.nats.bus import Answer, Body, Bus, Subscription
 from events.nats.connection import when_connected
 from events.observations import DrainFinished
@@ -30,9 +30,8 @@ from workers.shutdown import DRAINING, Killed, Retired, WorkerEnd, drain
 
 DEVICE_FAULTS = ("xid", "nvlink")
 PROCESS_FAULTS = ("kill", "hang", "unhang")
-FaultTarget = tuple[
-    str, int, int
-]  # name of the fault, number of the rank or group, argument of a device fault (or 0)
+# name of the fault, number of the rank or group, argument of a device fault (or 0)
+FaultTarget = tuple[str, int, int]
 KILL_AFTER_S = 0.05  # delay before the kill, so that the journal records the cause before its effect
 DRAIN_S = 60.0  # deadline of a drain in seconds, if the command contains none
 
@@ -44,7 +43,7 @@ class BadRequest(HoldfastError):
 
 
 def number(body: Body, name: str, otherwise: float) -> float:
-    """Return the number `name` of a command's body, or `otherwise` if the body lacks it.
+    """Return the number in the field `name` of a command's body, or `otherwise` if the body lacks the field.
 
     Raise BadRequest if the value is not a finite number of at least 0.
     """
@@ -57,7 +56,10 @@ def number(body: Body, name: str, otherwise: float) -> float:
 
 
 def share(body: Body, name: str) -> float:
-    """Return the share `name` of a command's body. Raise BadRequest if it is not a number above 0 and at most 1."""
+    """Return the fraction in the field `name` of a command's body.
+
+    Raise BadRequest if the field is not a number above 0 and at most 1.
+    """
     value = number(body, name, 0.0)
     if not 0 < value <= 1:
         raise BadRequest(f"{name} = {body.get(name)!r}: expected a number above 0 and at most 1")
@@ -67,7 +69,8 @@ def share(body: Body, name: str) -> float:
 class Devices(Protocol):
     """The interface of a worker's GPUs and their faults, which `DeviceWatch` and `SimulatedDevices` implement.
 
-    The reported changes are untyped here, so that a worker without devices does not import the modules of `devices`.
+    The fault changes that `begin` reports have the type Any here. Their real type is in the modules of `devices`, which a
+    worker without devices must not import.
     """
 
     @property
@@ -82,15 +85,14 @@ class Devices(Protocol):
 
     def play(self, fault: str, argument: float, rank: int) -> bool:
         """Inject a fault into one rank's device; return False if these devices do not support the fault."""
-        ...
 
-    def mend(self, fault: str, argument: float, rank: int) -> None:
+    def repair(self, fault: str, argument: float, rank: int) -> None:
         """End a fault that `play` has injected."""
 
 
 @dataclass(eq=False)
 class RehearsedFaults:
-    """Injects rehearsed faults into one worker's engine, server and devices, and ends them."""
+    """Injects faults for rehearsals into one worker's engine, server and devices, and ends them."""
 
     config: WorkerConfig
     engine: Engine
@@ -98,30 +100,29 @@ class RehearsedFaults:
     end: WorkerEnd
     devices: Devices | None
     hung: bool = False  # whether the worker sends and handles nothing, like a process after SIGSTOP
-    _end_timers: dict[FaultTarget, asyncio.TimerHandle] = field(
-        default_factory=dict
-    )  # timers that end the faults with a duration
-    _blackhole_causes: set[str] = field(
-        default_factory=set
-    )  # the faults for which the server drops all traffic
+    # timers that end the faults with a duration
+    _end_timers: dict[FaultTarget, asyncio.TimerHandle] = field(default_factory=dict)
+    # the faults for which the server drops all traffic
+    _blackhole_causes: set[str] = field(default_factory=set)
 
     def stop(self) -> None:
-        """Cancel the timers of all faults that have a duration."""
+        """Cancel the timers that would end faults. The faults themselves stay active."""
         for timer in self._end_timers.values():
             timer.cancel()
         self._end_timers.clear()
 
     def play(self, body: Body) -> Body | None:
-        """Rehearse the fault that a command describes, until a `heal` command or for the command's `duration` in seconds.
+        """Inject the fault that a command describes.
 
-        Each fault ends after its own duration. If a fault is repeated, its new duration replaces the old one. `heal` ends all
-        faults. A fault of one rank also affects the ranks that compute together with it.
+        The fault lasts for the command's `duration` in seconds, or until a `heal` command, which ends all faults. If a fault is
+        repeated, its new duration replaces the old one. A fault of one rank also affects the ranks that compute together with
+        it.
 
-        PROCESS_FAULTS are normally signals to the process. They are rehearsed here only if the worker shares its process with
-        others, which a signal would hit too.
+        PROCESS_FAULTS (kill, hang, unhang) are usually injected by signals to the process. A signal to a process with several
+        workers would hit all of them. In such a process, this method imitates the signal's effect on this worker alone.
 
         Return the fault, its argument and its rank, or None if the worker is hung and does not answer. Raise BadRequest for a
-        malformed body, and HoldfastError for a fault that this worker cannot rehearse.
+        malformed body, and HoldfastError for a fault that this worker does not support or allow.
         """
         fault, argument = str(body.get("fault", "")), number(body, "argument", 0.0)
         duration_s, rank = number(body, "duration", 0.0), int(number(body, "rank", 0.0))
@@ -143,7 +144,10 @@ class RehearsedFaults:
         return {"fault": fault, "argument": argument, "rank": rank}
 
     def _schedule_end(self, fault: str, argument: float, rank: int, duration_s: float) -> None:
-        """Start the timer that ends a fault after `duration_s` seconds; 0 starts none. `heal` cancels all timers."""
+        """Start the timer that ends a fault after `duration_s` seconds; 0 starts no timer.
+
+        If `fault` is "heal", start no timer and cancel the timers of all faults.
+        """
         if fault == "heal":
             self.stop()
             return
@@ -157,7 +161,9 @@ class RehearsedFaults:
             )
 
     def _target(self, fault: str, argument: float, rank: int) -> FaultTarget:
-        """Return the identity of a fault, by which a repeated fault replaces the earlier one.
+        """Return a key made of a fault and the part of the worker that it hits.
+
+        Of two faults with equal keys, the later one replaces the earlier one.
 
         A fault hits a device, a rank, a group of ranks that compute together, or the whole worker, depending on its kind.
         """
@@ -168,19 +174,22 @@ class RehearsedFaults:
         return fault, rank if fault == "slow" else rank // self.engine.identity.tp, 0
 
     def _end_fault(self, target: FaultTarget, fault: str, argument: float, rank: int) -> None:
-        """End one fault after its duration, and leave other faults active."""
+        """End one fault because its duration has passed, and leave other faults active."""
         del self._end_timers[target]
         if fault == "hang":
             self._simulate_signal("unhang")
         elif fault == "blackhole":
             self._blackhole(fault, False)
         elif fault in DEVICE_FAULTS and self.devices is not None:
-            self.devices.mend(fault, argument, rank)
+            self.devices.repair(fault, argument, rank)
         else:
             self.engine.heal(fault, rank)
 
     def _blackhole(self, fault: str, on: bool) -> None:
-        """Record whether `fault` needs all traffic to be dropped. The server drops it while at least one fault needs that."""
+        """Record whether `fault` currently requires that the server drops all traffic (a blackhole).
+
+        The server drops all traffic while at least one fault requires it.
+        """
         (self._blackhole_causes.add if on else self._blackhole_causes.discard)(fault)
         connections = self.server.connections
         connections.blackhole(bool(self._blackhole_causes))
@@ -203,9 +212,9 @@ class RehearsedFaults:
         return self.engine.chaos(fault, argument, rank)
 
     def _simulate_signal(self, fault: str) -> bool:
-        """Apply the effect of SIGKILL, SIGSTOP or SIGCONT to this worker alone.
+        """Imitate the effect of SIGKILL, SIGSTOP or SIGCONT on this worker, without affecting other workers of the process.
 
-        Return False if the worker does not share its process, because a real signal then has the effect.
+        If the worker does not share its process, do nothing and return False. A real signal must be sent in that case.
         """
         if not self.config.shares_process:
             return False
@@ -227,12 +236,12 @@ class HeardTooLate(HoldfastError):
 
 @dataclass(eq=False)
 class WorkerCommands:
-    """Receives the controller's commands for one worker and applies them to its server and engine."""
+    """Receives the controller's commands for one worker and applies them to the worker's server and engine."""
 
     config: WorkerConfig
     engine: Engine
     server: WorkerServer
-    journal: Journal
+    journal: JournalReports
     bus: Bus | None  # None: no commands are received
     beats: FleetBeats
     end: WorkerEnd
@@ -245,16 +254,16 @@ class WorkerCommands:
     def __post_init__(self) -> None:
         name = self.config.name
         self._handlers = {
-            subjects.drain(name): self.on_drain,
-            subjects.resume(name): self.on_resume,
-            subjects.chaos(name): self.faults.play,
-            subjects.retire(name): self.on_retire,
-            subjects.stop(name): self.on_stop,
-            subjects.distrust(name): self.on_distrust,
-            subjects.batch(name): self.on_batch,
+            subjects.command("drain", name): self.on_drain,
+            subjects.command("resume", name): self.on_resume,
+            subjects.command("chaos", name): self.faults.play,
+            subjects.command("retire", name): self.on_retire,
+            subjects.command("stop", name): self.on_stop,
+            subjects.command("distrust", name): self.on_distrust,
+            subjects.command("batch", name): self.on_batch,
             subjects.beat(name): self._on_beat,
         }
-        self._while_hung = (subjects.chaos(name), subjects.retire(name))
+        self._while_hung = (subjects.command("chaos", name), subjects.command("retire", name))
         self._log = log.bind(worker=name, instance=self.config.instance)
 
     async def run(self) -> None:
@@ -282,14 +291,17 @@ class WorkerCommands:
         return self._in_time(handler, body) if "until" in body else handler(body)
 
     def _ignore(self, subject: str, why: str) -> Answer:
-        """Log a message that no controller sent, for example another process's acknowledgement, and return an error."""
+        """Return an error for a message that is not from a controller, such as an acknowledgement sent to this worker's subject.
+
+        Of these messages, the 1st, 2nd, 4th, 8th and so on are logged.
+        """
         self.foreign += 1
         if self.foreign.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th ...
             log.error("foreign_control_message", subject=subject, why=why, times=self.foreign)
         return {"error": f"not a control message: {why}"}
 
     async def _in_time(self, handler: Callable[[Body], Answer], body: Body) -> Answer:
-        """Handle a command with a deadline. The body's `until` is an ISO timestamp by the clock that stamps journal entries.
+        """Handle a command that has a deadline: `until` in its body, an ISO timestamp by the journal's clock.
 
         Raise HeardTooLate after the deadline, and JournalUnavailable if the journal's clock cannot be read.
         """
@@ -304,7 +316,7 @@ class WorkerCommands:
         self.faults.stop()
 
     def on_drain(self, body: Body) -> Body:
-        """Start a drain unless one is running, and return the number of streams that are still open."""
+        """Start a drain unless the worker is already draining. The answer contains the number of users' open streams."""
         self._check_instance(body)
         if not self.server.drain.draining:
             deadline_s = number(body, "deadline_s", DRAIN_S)
@@ -344,7 +356,7 @@ class WorkerCommands:
         return {"stopping": True, "in_flight": self.server.in_flight}
 
     def on_distrust(self, body: Body) -> Body:
-        """Stop shipping KV caches and reusing cached blocks, because the fleet convicted this worker of wrong answers.
+        """Stop shipping KV caches and reusing cached blocks, because the fleet has detected wrong answers of this worker.
 
         If the body has no `reason`, the worker is trusted again, and blocks that it computes afterwards may be shipped and
         reused.
@@ -361,9 +373,10 @@ class WorkerCommands:
         return {"convicted": CONVICTED in trust.doubts}
 
     def on_batch(self, body: Body) -> Body:
-        """Limit the engine's batch to a share of its maximum size, as set by the model's degradation level.
+        """Limit the engine's batch to a fraction of its maximum size: the field `share` of the command's body.
 
-        A share of 1 removes the limit. Requests that run already are not stopped. Raise BadRequest for an invalid share.
+        The controller requests this when the model is degraded. A fraction of 1 removes the limit. Requests that run already are
+        not stopped. Raise BadRequest for an invalid fraction.
         """
         self._check_instance(body)
         batch_share = share(body, "share")
@@ -381,9 +394,9 @@ class WorkerCommands:
             )
 
     def _on_beat(self, body: Body) -> None:
-        """Log an error if a heartbeat on this worker's subject comes from another instance, once for each instance.
+        """Log an error, once per instance, if another instance sends heartbeats with this worker's name.
 
-        The fleet accepts only the newer of two workers with one name, so the operator has to rename one.
+        The fleet accepts only the newer of two workers with one name, so the operator has to rename one of them.
         """
         other = str(body.get("instance"))
         if other != self.config.instance and other not in self._strangers:

@@ -2,12 +2,13 @@
 
     engine.start … ── the engine waits ──▶ WorkerAwaited ── another reason, or two minutes ──▶ WorkerAwaited …
 
-While the engine waits for its server or its model, the worker records facts of the kind WorkerAwaited. An engine that starts
-at once causes none.
+While the engine waits for its server or its model, the worker records WorkerAwaited facts. If the engine starts at once, the
+worker records none.
 
-A fleet accepts the newest instance of a name and retires the older one, so a second worker of the same name would end the
-first. The second worker therefore listens for heartbeats of that name from its start until it registers, and exits if it
-receives one. One check at the start would not suffice, because a third worker may start at the same time and register first.
+A fleet accepts the newest instance of a name and retires the older one. A second worker with the name of a live worker would
+therefore end that worker. To prevent this, a starting worker listens for heartbeats with its name until it registers, and exits
+if it receives one. A check at the start alone would miss a worker of the same name that starts at the same time and registers
+first.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 
 import msgspec
@@ -23,7 +24,7 @@ import structlog
 
 from events import subjects
 from events.errors import HoldfastError
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.nats.bus import Body, Bus, Subscription
 from events.nats.connection import DISCONNECTED
 from events.observations import Topology, WorkerAwaited, WorkerJoined, WorkerLeft, canary_key
@@ -38,19 +39,8 @@ POLL_S = 0.1
 CHANGE_INTERVAL_S = 10.0
 REPEAT_S = 120.0  # repetition interval of the same reason; the fleet forgets the worker after ten minutes without a fact
 BEAT_S = 1.0
-# the fields of an engine's identity that the canary key depends on (KIND), and the other registered ones (DESCRIBED)
+# the fields of an engine's identity that the canary key depends on
 KIND = ("model", "revision", "tokenizer", "engine", "engine_version", "dtype", "tp", "device", "lineage")
-DESCRIBED = (
-    "profile",
-    "context_tokens",
-    "exact",
-    "root",
-    "also_served",
-    "generation_config",
-    "dp",
-    "waiting_max",
-    "server",
-)
 
 log = structlog.get_logger(__name__)
 
@@ -62,16 +52,14 @@ def registration(
 
     The fact contains the URL for frontends, the engine's identity and speed profile, and the worker's topology.
     """
-    kind = {name: getattr(engine.identity, name) for name in KIND}
-    more = {name: getattr(engine.identity, name) for name in DESCRIBED}
+    identity = {one.name: getattr(engine.identity, one.name) for one in fields(engine.identity)}
     host = socket.gethostname()
     return WorkerJoined(
         worker=config.name,
         instance=config.instance,
-        **kind,
-        **more,
+        **identity,
         url=url,
-        canary_key=canary_key(**kind),
+        canary_key=canary_key(**{name: identity[name] for name in KIND}),
         pid=os.getpid(),
         topology=Topology(host=host, gpus=gpus, nvlink_domain=config.nvlink_domain, rail=config.rail),
         migration_limit=config.migration_limit,
@@ -85,7 +73,7 @@ def registration(
 class WaitReport:
     """Records on the journal why a worker cannot join yet."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, journal: Journal) -> None:
+    def __init__(self, config: WorkerConfig, engine: Engine, journal: JournalReports) -> None:
         self._about = {"worker": config.name, "instance": config.instance}
         self._engine = engine
         self._journal = journal
@@ -109,9 +97,10 @@ class WaitReport:
             await asyncio.sleep(POLL_S)
 
     def look(self, now: float) -> None:
-        """Record what the engine waits for, if the reason is new or its last record is old. `now` is in seconds.
+        """Record what the engine waits for, unless a record was made recently. `now` is the loop time in seconds.
 
-        A new reason is recorded after CHANGE_INTERVAL_S at the earliest, and the same reason again after REPEAT_S.
+        A new reason is recorded at the earliest CHANGE_INTERVAL_S (10) seconds after the last record. An unchanged reason is
+        recorded again after REPEAT_S (120) seconds.
         """
         awaits = self._engine.awaits()
         if awaits is None:
@@ -123,7 +112,10 @@ class WaitReport:
         self._journal.observe(WorkerAwaited(**self._about, reason=awaits.reason, model=awaits.model))
 
     def leave(self) -> None:
-        """Record that the fleet no longer has to wait for this worker, because it was stopped before it joined."""
+        """Record that this worker was stopped before it joined, so that the fleet no longer waits for the worker.
+
+        If no WorkerAwaited fact was recorded, record nothing.
+        """
         if self._reported is not None:
             self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
 
@@ -138,18 +130,18 @@ class NameCheck:
 
     config: WorkerConfig
     bus: Bus | None
-    journal: Journal
+    journal: JournalReports
     _subscription: Subscription | None = None
-    _heard: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set once a heartbeat of another worker with this name has arrived
+    # set once a heartbeat of another worker with this name has arrived
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)
     _other: str = ""  # the instance of the other worker
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Listen for heartbeats of another worker with this name until the end of the `with` block.
 
-        If one arrives in the first `name_check_s` seconds, raise NameTaken. Later ones are reported by `again`.
+        Raise NameTaken if a heartbeat arrives in the first `name_check_s` seconds. If one arrives later, `again` raises
+        NameTaken.
         """
         try:
             await self._first_check()
@@ -163,7 +155,7 @@ class NameCheck:
     async def again(self) -> None:
         """Raise NameTaken if a heartbeat of another worker with this name has arrived so far.
 
-        If the broker was not connected at the first check, make that check now.
+        If the broker was not connected when `listening` began, first listen for `name_check_s` seconds.
         """
         if self._subscription is None:
             await self._first_check()
@@ -201,7 +193,7 @@ class NameCheck:
 
 @dataclass(eq=False)
 class FleetBeats:
-    """Sends one worker's heartbeats over the bus. Without a bus, no heartbeats are sent."""
+    """Sends one worker's heartbeats to the fleet over the message bus. Without a bus, no heartbeats are sent."""
 
     config: WorkerConfig
     engine: Engine
@@ -217,7 +209,7 @@ class FleetBeats:
             await asyncio.sleep(BEAT_S)
 
     async def beat(self) -> None:
-        """Send one heartbeat, unless a rehearsed blackhole drops all traffic."""
+        """Send one heartbeat, unless an injected fault drops all traffic of the worker."""
         server = self.server
         if self.bus is None or server.connections.blackholed:
             return

@@ -1,7 +1,7 @@
-"""Derives the fault changes of one GPU from its readings and Xids.
+"""Derives the fault changes of one GPU from its readings and Xids (the driver's error events).
 
-Each change is reported once. A change is the begin of a fault, a new code or weight of an active fault, or the end of a fault.
-A value that cannot be read changes nothing. A GPU that is lost keeps its other faults, because their end cannot be observed.
+Each change is reported once. A change is the beginning or the end of a fault, or a new code or weight of an active fault. A
+value that cannot be read changes nothing. A GPU that is lost keeps its other faults, because their end cannot be observed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ WEIGHT_MIN = 0.1  # a slow worker still gets some traffic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThrottlePolicy:
-    """Thresholds for reporting a throttled clock."""
+    """How long a clock must be throttled, and how much the weight must change, before a fault is reported."""
 
     hold_s: float = 10.0  # seconds for which a GPU must (not) be throttled before a fault begins (ends)
     dead_band: float = 0.1  # minimum change of the weight that is reported; the full weight is 1
@@ -23,15 +23,15 @@ class ThrottlePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """The throttling state of one GPU. Times are in seconds of the watch's own clock.
+    """The throttling state of one GPU. Times are in seconds, by time.monotonic().
 
         calm ── throttled for hold_s ──▶ reported (weight) ── a step of dead_band ──▶ reported (another weight)
           ▲                                    └── not throttled for hold_s ──▶ cleared ─┐
           └──────────────────────────────────────────────────────────────────────────────┘
 
-    The weight is the share of the worker's traffic: clamp(clock / median of the peers' clocks, 0.1, 1). Clocks are in MHz, and
-    peers are the other GPUs of the same model on this host. The hold time ignores short dips, which are normal. The dead band
-    ignores small changes of the weight, which would move traffic back and forth.
+    The weight is the worker's share of its normal traffic: clamp(clock / median of the peers' clocks, 0.1, 1). Clocks are in
+    MHz, and peers are the other GPUs of the same model on this host. The hold time filters out short dips, which are normal.
+    The dead band filters out small changes of the weight, which would move traffic back and forth.
     """
 
     throttled: bool = False
@@ -40,9 +40,9 @@ class Throttle:
 
 
 def clock_weight(clock: int | None, peers: Sequence[int], clock_max: int | None) -> float | None:
-    """Return the ratio of a GPU's clock to the median of its peers' clocks, limited to 0.1 to 1. Clocks are in MHz.
+    """Return a GPU's clock divided by the median of its peers' clocks, at least 0.1 and at most 1.
 
-    Without peers, the reference is the maximum clock. Return None if the clock or the reference is unknown.
+    Clocks are in MHz. Without peers, the reference is the maximum clock. Return None if the clock or the reference is unknown.
     """
     reference = median(peers) if peers else clock_max
     if clock is None or not reference:
@@ -53,7 +53,7 @@ def clock_weight(clock: int | None, peers: Sequence[int], clock_max: int | None)
 def evolve(
     policy: ThrottlePolicy, state: Throttle, throttled: bool, weight: float | None, now: float
 ) -> Throttle:
-    """Return the throttling state after one reading, made at the time `now`."""
+    """Return the throttling state after a reading at the time `now`. `weight` is the result of `clock_weight`."""
     if throttled != state.throttled:
         return replace(state, throttled=throttled, since=now)
     if now - state.since < policy.hold_s:
@@ -115,7 +115,7 @@ class DeviceReading:
 
     @property
     def idle(self) -> bool:
-        """Whether the GPU is idle, so that its clock carries no information."""
+        """Whether the GPU is idle. The clock of an idle GPU does not show whether the GPU is throttled."""
         return bool((self.reasons or 0) & IDLE)
 
 
@@ -133,7 +133,7 @@ class FaultChange:
 
 
 OnFaultChange = Callable[[str, FaultChange], None]
-"""Called with a device's UUID and a change of its faults, possibly from another thread than the loop's."""
+"""Called with a device's UUID and a change of one of its faults. The call may come from another thread than the event loop's."""
 
 
 class DeviceFaults:
@@ -153,9 +153,9 @@ class DeviceFaults:
         self._unread = True  # no reading yet
 
     def restore(self, changes: Iterable[FaultChange], now: float) -> None:
-        """Start with `changes`, the faults that were active when the previous watch ended.
+        """Start with the faults in `changes`, which were active when the previous device watch ended.
 
-        The first reading ends those that are over by then. `now` is in seconds of the watch's clock.
+        Faults that no longer exist are ended at the first reading. `now` is the current time.monotonic().
         """
         for change in changes:
             self.standing[change.fault_class] = change
@@ -184,8 +184,8 @@ class DeviceFaults:
         """End all faults after a replacement or reset of the device, and return the changes."""
         return [change for fault_class in list(self.standing) for change in self._over(fault_class)]
 
-    def mended(self, code: int) -> list[FaultChange]:
-        """End the fault of the Xid `code`, and return the change. If a later Xid replaced its fault, nothing changes."""
+    def repair_xid(self, code: int) -> list[FaultChange]:
+        """End the fault of the Xid `code`, and return the change. If a later Xid has replaced the fault, return no change."""
         fault_class = XID_CLASSES[xid_meaning(code).action]
         active = self.standing.get(fault_class)
         return list(self._over(fault_class)) if active is not None and active.code == str(code) else []
@@ -205,8 +205,8 @@ class DeviceFaults:
     def _check_restored(self, new: DeviceReading) -> Iterator[FaultChange]:
         """End the restored faults that a reset repairs, if the driver no longer recommends a recovery action.
 
-        If this driver never reports recommendations, drop these faults without a report. Canaries must then detect a GPU that
-        still computes wrongly.
+        If this driver cannot report recommendations, it is unknown whether a restored fault is over. The fault is then dropped
+        without a report. If the GPU still computes wrongly after that, only canaries detect the wrong results.
         """
         for fault_class in sorted(REPAIRED_BY_RESET & self._restored):
             if new.recovery is None:
@@ -229,7 +229,10 @@ class DeviceFaults:
         return changes
 
     def _repair_seen(self, new: DeviceReading) -> bool:
-        """Return whether the GPU was reset since the last reading. The first reading sets the baseline of ECC errors."""
+        """Return whether the GPU was reset, or a lost GPU has returned, since the last reading.
+
+        The first reading also stores the GPU's count of ECC errors. Only errors beyond this count are reported as a fault.
+        """
         if self._last is None:
             self._ecc = new.ecc or 0
             return "lost" in self.standing
@@ -244,7 +247,7 @@ class DeviceFaults:
             yield from self._over(fault_class)
 
     def _levels(self, new: DeviceReading, now: float) -> Iterator[tuple[str, str | None]]:
-        """Yield each fault class that the reading covers, with the fault's code, or with None if the GPU has no such fault."""
+        """Yield each fault class that the reading covers, with the code of the fault, or None if there is no such fault."""
         if new.ecc is not None and new.ecc > self._ecc:
             yield "ecc", "volatile"
         for remap, pending in (

@@ -22,7 +22,7 @@ def parse(gpus: str) -> tuple[str, ...]:
     return names
 
 
-def told(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
+def find_uuids(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs in `names`, which are indices, UUIDs or unambiguous prefixes of UUIDs.
 
     Raise UnknownGpus if a name matches no GPU in `devices`, or more than one.
@@ -43,7 +43,7 @@ def told(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
 
 
 def used(users: Mapping[str, Collection[int]], own: Collection[int]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs on which at least one of the processes `own` computes. `users` maps UUIDs to pids."""
+    """Return the UUIDs of the GPUs on which a process in `own` computes. `users` has the pids that compute on each GPU."""
     return tuple(uuid for uuid, pids in users.items() if set(pids) & set(own))
 
 

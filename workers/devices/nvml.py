@@ -1,6 +1,6 @@
 """Reads GPUs through NVML, the management library of the NVIDIA driver.
 
-Failed calls raise no error. A value is None if the device does not report it, and a reading is `lost` if the device does not
+A failed read raises no error. A value is None if the device does not report it, and a reading is `lost` if the device does not
 answer at all.
 
 The module `pynvml` (nvidia-ml-py) is imported only if the driver's library is present, because the import takes 4 MB and 20 ms.
@@ -20,12 +20,8 @@ from workers.devices.faults import DeviceReading
 
 LIBRARY = "libnvidia-ml.so.1"
 LOST = (1, 9, 15, 16, 28)  # uninitialised, driver not loaded, GPU is lost, reset required, GPU not found
-UNSPECIFIC_ERRORS = (
-    10,
-    11,
-    17,
-    999,
-)  # timeout, interrupts, operating system, unknown; some drivers report only these errors for a lost GPU
+# timeout, interrupts, operating system, unknown; some drivers report only these errors for a lost GPU
+UNSPECIFIC_ERRORS = (10, 11, 17, 999)
 TIMEOUT = 10
 PENDING_XIDS_MAX = 64  # number of Xids kept until the next wait
 REPLAY, RECOVERY = 0, 1  # NVLink error counters
@@ -94,7 +90,7 @@ class Nvml:
         self.devices = (*found, *(device for device in self.devices if device.uuid not in known))
 
     def reopen(self) -> None:
-        """Close the session and open a new one, so that GPUs are found that were reset or belong to a reloaded driver."""
+        """Close the session and open a new one, which also finds GPUs after a reset or after a reload of the driver."""
         self.close()
         self._handles, self._names = {}, {}
         try:
@@ -109,7 +105,10 @@ class Nvml:
         self._or_none(self._api.nvmlShutdown)
 
     def listen(self, uuids: Collection[str]) -> bool:
-        """Subscribe to the Xids of these devices only; return whether `wait` can return an Xid."""
+        """Replace the current Xid subscription by a subscription to the devices `uuids`.
+
+        Return False if `wait` cannot return an Xid: no device supports the subscription, and no earlier Xid is left.
+        """
         events = self._or_none(self._api.nvmlEventSetCreate)
         registered = [uuid for uuid in uuids if events is not None and self._register(uuid, events)]
         self._end_events()
@@ -220,7 +219,7 @@ class Nvml:
         return tuple(links)
 
     def _link_errors(self, handle: object, link: int, up: bool | None) -> int | None:
-        """Return the number of errors that an NVLink has counted so far; None if it is not up or does not report errors."""
+        """Return the number of errors that an NVLink has counted so far; None if the link is down or reports no error counts."""
         if not up:
             return None
         counts = [

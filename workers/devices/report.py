@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from events.fact import Observation
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.observations import DeviceFaulted, DeviceRecovered
 from workers.devices.faults import FaultChange, OnFaultChange
 from workers.devices.taxonomy import meaning
@@ -31,7 +31,7 @@ def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observ
 
 def report(
     watch: ReportedDevices,
-    journal: Journal,
+    journal: JournalReports,
     worker: str,
     instance: str,
     *,
@@ -42,9 +42,9 @@ def report(
     """Write the fault changes of a worker's devices to the journal, and call back for fatal faults.
 
     `doubt` is called with the reason when a fatal fault begins, because GPU memory cannot be trusted from then on. It is called
-    with "" when no fatal fault is active any more. `died` is called when a device fails while the engine uses it. `died` is not
-    called for a fault that existed before the watch began, because a restarted worker would find the same fault again and end
-    again. `broke` is called if the watch itself fails.
+    with "" when no fatal fault is active any more. `died` is called with the reason when a fatal fault begins during the watch.
+    It is not called for a fault that existed before the watch, because a restarted worker would find that fault again and end
+    again. `broke` is called with the error if the device watch itself fails.
     """
     standing: set[tuple[str, str]] = set()  # device and class of each active fatal fault
 
@@ -67,7 +67,7 @@ def report(
 def listen(
     watch: ReportedDevices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
 ) -> None:
-    """Start the watch and call `told` with each fault change, on the caller's event loop, until the watch is stopped.
+    """Start the device watch. Until it is stopped, call `told` with each fault change, on the caller's event loop.
 
     `broke` is called with the error if the watch fails.
     """

@@ -8,14 +8,12 @@ import time
 
 from workers.devices.faults import DeviceFaults, FaultChange, OnFaultChange
 
-XIDS = {
-    "xid": 48,
-    "nvlink": 74,
-}  # the faults that can be injected, each with the Xid that it causes by default
+# the faults that can be injected, each with the Xid that it causes by default
+XIDS = {"xid": 48, "nvlink": 74}
 
 
 class SimulatedDevices:
-    """The simulated GPUs of one worker, used in place of a `DeviceWatch`. Call it only on the worker's event loop."""
+    """The simulated GPUs of one worker, used in place of a `DeviceWatch`. Call the methods only on the worker's event loop."""
 
     off = ""
     named = False
@@ -34,7 +32,7 @@ class SimulatedDevices:
         self._say = say
 
     def stop(self) -> None:
-        """Record that the devices are stopped, so that `listen` drops their reports."""
+        """Record that the devices are stopped, so that `report.listen` drops their later changes."""
         self.stopped = True
 
     def play(self, fault: str, argument: float, rank: int) -> bool:
@@ -52,10 +50,10 @@ class SimulatedDevices:
         self._report(gpu, self._faults[gpu].xid(int(argument) or XIDS[fault], time.monotonic()))
         return True
 
-    def mend(self, fault: str, argument: float, rank: int) -> None:
+    def repair(self, fault: str, argument: float, rank: int) -> None:
         """End the fault of one rank's device that `play` injected with the same arguments."""
         gpu = self.gpus[rank]
-        self._report(gpu, self._faults[gpu].mended(int(argument) or XIDS[fault]))
+        self._report(gpu, self._faults[gpu].repair_xid(int(argument) or XIDS[fault]))
 
     def _report(self, gpu: str, changes: list[FaultChange]) -> None:
         for change in changes:

@@ -2,17 +2,18 @@
 
     fatal      the worker becomes UNHEALTHY at once, and its streams continue on other workers
     nvlink     a worker with several GPUs gets no new requests until repair; a warning for a worker with one GPU
-    throttle   the worker's share of traffic is reduced to the ratio of its clock to the normal clock
+    throttle   the worker's share of traffic is reduced to the GPU's clock divided by the normal clock
     warning    the fault is only recorded on the journal
 
-An Xid is an event, which the driver reports once. A fatal or NVLink Xid stays active until a repair is detected. A repair is
-detected when a lost GPU has returned, when the driver withdraws its recovery action, or when the count of volatile errors has
-dropped. Other Xids end after 300 s without another one. All other faults are states (LEVELS), which are read repeatedly.
+An Xid is an error event, which the NVIDIA driver reports once. A fatal or NVLink Xid stays active until a repair is detected.
+Each of these counts as a repair: a lost GPU has returned, the driver has withdrawn its recovery action, or the count of
+volatile errors has dropped. The fault of a warning Xid ends after 300 s without another warning Xid. Faults that are not Xids
+(LEVELS) begin and end by values that the device watch reads repeatedly.
 
 Meanings: NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). An Xid is fatal if the catalog
-says RESET_GPU, RESTART_VM or RESTART_BM, or if it only adds details to such an Xid. RESTART_APP and IGNORE are warnings,
-because an affected engine reports the error itself. Xid 94 is an exception and counts as fatal, because the lost memory may
-hold the weights, and no report identifies the memory.
+says RESET_GPU, RESTART_VM or RESTART_BM, or if the Xid only gives details of another fatal Xid. RESTART_APP and IGNORE are
+warnings, because an affected engine reports the error itself. Xid 94 is an exception and counts as fatal, because the lost
+memory may hold the weights, and no report identifies the memory.
 """
 
 from collections.abc import Mapping
@@ -93,7 +94,8 @@ XID_CLASSES: Mapping[Action, str] = {
     "nvlink": "xid_nvlink",
     "warning": "xid_warning",
 }
-"""The fault class of an Xid's fact. What is repaired together is one class; the end of a warning ends nothing more severe."""
+"""The fault class of an Xid, by the Xid's action. Xids that are repaired together have the same class. The end of a warning does
+not end a more severe fault, which is in another class."""
 
 LEVELS: Mapping[str, Meaning] = {
     "lost": Meaning("the GPU no longer answers: the GPU or its driver is lost", "fatal"),

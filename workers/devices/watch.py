@@ -4,9 +4,9 @@
       └─▶ find the worker's GPUs ──▶ (the worker has joined) ─┬─▶ the reader: everything except Xids, every second
                                                               └─▶ the listener: waits for Xids
 
-The reader and the listener are separate threads. A driver call may hang for seconds while a GPU fails, and must not block the
-event loop that serves requests. The reader's calls must not delay Xids either, because a driver that has just reported an Xid
-answers all other calls slowly.
+The reader and the listener run in threads. While a GPU fails, a driver call can hang for seconds, and would block the event
+loop that serves requests. The threads are separate, because a driver that has just reported an Xid answers all other calls
+slowly. In one thread, the slow calls of the reader would delay further Xids.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ log = structlog.get_logger(__name__)
 
 
 class Memory:
-    """Stores the active faults of one watch in a file on the GPUs' host. Without active faults, the file does not exist.
+    """Stores the active faults of one device watch in a file on the GPUs' host. Without active faults, the file does not exist.
 
-    A GPU can be reset only while no process uses it, so a watch that reported a fault ends before the reset. The next watch
-    reads the stored fault, so that it can report the fault's end.
+    A GPU can be reset only while no process uses it. The watch that has reported a fault therefore ends before the reset. The
+    next watch reads the stored fault, and reports its end.
     """
 
     def __init__(self, data: Path, name: str) -> None:
@@ -52,7 +52,10 @@ class Memory:
             return {}
 
     def keep(self, standing: Mapping[str, Iterable[FaultChange]]) -> None:
-        """Store the active faults, by device. If the file cannot be written, log a warning; the next watch then lacks them."""
+        """Store the active faults, by device.
+
+        If the file cannot be written, log a warning. The next watch then lacks the faults.
+        """
         faults = {device: found for device, changes in standing.items() if (found := list(changes))}
         try:
             if not faults:
@@ -87,7 +90,7 @@ class StandingFaults:
         return tuple(self._faults)
 
     def recall(self) -> None:
-        """Load the stored faults, which were active when the previous watch ended."""
+        """Load the stored faults, which were active when the previous device watch ended."""
         if self._memory is not None:
             self._restored = self._memory.recall()
             self._stored = not self._restored
@@ -141,79 +144,68 @@ class StandingFaults:
         self._memory.keep(self._restored | standing)
 
 
+@dataclass(eq=False)
 class XidListener:
     """Waits for Xids in its own thread, and can pause so that the reader thread has exclusive access to the driver.
 
-    `run` is the listener thread. The reader thread calls all other methods.
+    The listener thread runs `run`. The reader thread calls all other methods except `stop`.
     """
 
-    def __init__(
-        self,
-        wait_ms: int,
-        stopped: threading.Event,
-        told: Callable[[str, int], None],
-        deaf: Callable[[], None],
-    ) -> None:
-        """Build a listener that ends within `wait_ms` once `stopped` is set.
-
-        `told` is called with the GPU's UUID and the number of each Xid. `deaf` is called when the driver refuses further
-        waits.
-        """
-        self._wait_ms = wait_ms
-        self._stopped = stopped
-        self._told = told
-        self._deaf = deaf
-        # set while the listener thread may wait in the driver for Xids
-        self._may_wait = threading.Event()
-        self._waiting = threading.Lock()  # held while the thread is inside the driver
-        self.deafened = False  # whether the driver has refused to wait for Xids since the last subscription
-        self.gpus: frozenset[str] = frozenset()  # UUIDs of the GPUs that the listener has subscribed to
-
-    @property
-    def listens(self) -> bool:
-        """Whether the listener thread may wait for Xids."""
-        return self._may_wait.is_set()
+    wait_ms: int  # the thread ends within this time once `stopped` is set
+    stopped: threading.Event
+    told: Callable[[str, int], None]  # called with the GPU's UUID and the number of each Xid
+    deaf: Callable[[], None]  # called when the driver refuses further waits
+    # set while the listener thread may wait in the driver for Xids
+    may_wait: threading.Event = field(default_factory=threading.Event)
+    # held while the thread is inside the driver
+    _waiting: threading.Lock = field(default_factory=threading.Lock)
+    deafened: bool = False  # whether the driver has refused to wait for Xids since the last subscription
+    gpus: frozenset[str] = frozenset()  # UUIDs of the GPUs that the listener has subscribed to
 
     def run(self, nvml: Nvml) -> None:
-        """Wait for Xids and report each one immediately, until `stopped` is set. An Xid without a GPU counts for all GPUs."""
+        """Wait for Xids and report each one immediately, until `stopped` is set.
+
+        If the driver does not identify the GPU of an Xid, report the Xid for every GPU of the subscription.
+        """
         while True:
-            self._may_wait.wait()
-            if self._stopped.is_set():
+            self.may_wait.wait()
+            if self.stopped.is_set():
                 return
             with self._waiting:
-                xid = self._wait(nvml) if self._may_wait.is_set() else None
+                xid = self._wait(nvml) if self.may_wait.is_set() else None
             if xid is not None:
                 uuid, code = xid
                 for gpu in (uuid,) if uuid else self.gpus:
-                    self._told(gpu, code)
+                    self.told(gpu, code)
 
     def _wait(self, nvml: Nvml) -> tuple[str, int] | None:
         try:
-            return nvml.wait(self._wait_ms)
+            return nvml.wait(self.wait_ms)
         except NoDriver:  # if one GPU is lost, the driver reports no Xids of the other GPUs either
             self.deafened = True
-            if not self._stopped.is_set():
-                self._may_wait.clear()
-            self._deaf()
+            if not self.stopped.is_set():
+                self.may_wait.clear()
+            self.deaf()
             return None
 
     def ask(self, nvml: Nvml, uuids: Collection[str]) -> None:
-        """Subscribe to the Xids of these GPUs only. Call this method only inside `kept_out`."""
+        """Replace the current Xid subscription by a subscription to these GPUs. Call this method only inside `kept_out`."""
         self.gpus = frozenset(uuids)
         if nvml.listen(uuids):
             self.deafened = False
-            self._may_wait.set()
+            self.may_wait.set()
 
     @contextlib.contextmanager
     def kept_out(self) -> Iterator[bool]:
-        """Keep the listener thread out of the driver until `ask` subscribes again. Yield False if the driver hangs.
+        """Keep the listener thread out of the driver until the next `ask`. Yield True once the thread has left the driver.
 
-        If False is yielded, the listener thread is still inside the driver, and the caller must not use it.
+        If the driver hangs, yield False. The listener thread is then still inside the driver, and the caller must not call the
+        driver.
         """
-        self._may_wait.clear()
+        self.may_wait.clear()
         out = self._waiting.acquire(timeout=DRIVER_S_MAX)
-        if self._stopped.is_set():
-            self._may_wait.set()  # so that the thread ends
+        if self.stopped.is_set():
+            self.may_wait.set()  # so that the thread ends
         try:
             yield out
         finally:
@@ -221,8 +213,8 @@ class XidListener:
                 self._waiting.release()
 
     def stop(self) -> None:
-        """Wake the listener thread so that it ends. `stopped` must be set before."""
-        self._may_wait.set()
+        """Wake the listener thread so that it ends. The caller must have set `stopped` before."""
+        self.may_wait.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +231,9 @@ class WatchPolicy:
 class DeviceWatch:
     """Watches the GPUs of one worker, from `begin` until `stop`.
 
-    `gpus` names the configured GPUs. If `gpus` is empty, the watch finds the GPUs on which the processes from `users` compute,
-    by default this process and its descendants. `memory` stores active faults for the next watch. `driver` opens a session with
-    the NVIDIA driver.
+    `gpus` names the configured GPUs. If `gpus` is empty, the watch finds the GPUs on which certain processes compute. `users`
+    returns the pids of these processes; the default is this process and its descendants. `memory` stores active faults for the
+    next watch. `driver` opens a session with the NVIDIA driver.
     """
 
     def __init__(
@@ -264,20 +256,20 @@ class DeviceWatch:
         # set when the reader must read now instead of after its interval
         self._wake_reader = threading.Event()
         self._faults = StandingFaults(self._policy.throttle, memory)
-        self._xids = XidListener(self._policy.wait_ms, self._stopped, self._take_xid, self._wake_reader.set)
-        self._reader = self._thread("device-watch", self._read)
+        self.xids = XidListener(self._policy.wait_ms, self._stopped, self._take_xid, self._wake_reader.set)
+        self.reader = self._thread("device-watch", self._read)
         self._start_error: HoldfastError | None = None
         self._reopened_at = 0.0
         self._searched_at = 0.0
 
     @property
     def named(self) -> bool:
-        """Whether the GPUs are configured. GPUs that are not configured are found once a process computes on them."""
+        """Whether the worker's GPUs are configured. If not, a GPU is found once a process of the worker computes on it."""
         return bool(self._configured)
 
     @property
     def stopped(self) -> bool:
-        """Whether the watch was stopped, so that later reports are dropped."""
+        """Whether `stop` has been called. Fault changes after `stop` are not reported."""
         return self._stopped.is_set()
 
     @property
@@ -285,23 +277,18 @@ class DeviceWatch:
         """The UUIDs of the worker's GPUs that the watch has found so far."""
         return self._faults.gpus
 
-    @property
-    def hears(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that the watch waits for Xids of, which are the GPUs that are not lost."""
-        return self._xids.gpus
-
     def start(self, within_s: float) -> None:
-        """Open the driver and find the worker's GPUs in the reader thread, and wait for that for at most `within_s` seconds.
+        """Start the reader thread, which opens the driver and finds the worker's GPUs.
 
-        Raise UnknownGpus if a configured GPU does not exist.
+        Wait at most `within_s` seconds until the GPUs are found. Raise UnknownGpus if a configured GPU does not exist.
         """
-        self._reader.start()
+        self.reader.start()
         self._ready.wait(within_s)
         if self._start_error is not None:
             raise self._start_error
 
     def begin(self, say: OnFaultChange, broke: Callable[[Exception], None] | None = None) -> None:
-        """Start to read the GPUs and report fault changes to `say`, first those of the faults that are already active.
+        """Start to read the GPUs, and report each fault change to `say`. Faults that are active already are reported first.
 
         `broke` is called with the error if the watch itself fails.
         """
@@ -314,18 +301,14 @@ class DeviceWatch:
         self._stopped.set()
         self._begun.set()
         self._wake_reader.set()
-        self._xids.stop()
+        self.xids.stop()
 
     def play(self, fault: str, argument: float, rank: int) -> bool:
         """Return False, because faults cannot be injected into real devices."""
         return False
 
-    def mend(self, fault: str, argument: float, rank: int) -> None:
+    def repair(self, fault: str, argument: float, rank: int) -> None:
         """Do nothing, because no fault can have been injected."""
-
-    def join(self, within_s: float) -> None:
-        """Wait for the reader thread to end, for at most `within_s` seconds."""
-        self._reader.join(within_s)
 
     # --- the threads
 
@@ -333,7 +316,10 @@ class DeviceWatch:
         return threading.Thread(target=self._run_guarded, args=(work,), name=name, daemon=True)
 
     def _run_guarded(self, work: Callable[[], None]) -> None:
-        """Run a thread's work and call `broke` if it raises, because missing reports would otherwise go unnoticed."""
+        """Run `work` in the current thread. If it fails, pass the error to the `broke` function that `begin` received.
+
+        If `broke` were not called, the thread would end unnoticed, and faults would no longer be reported.
+        """
         try:
             work()
         except Exception as error:
@@ -349,24 +335,25 @@ class DeviceWatch:
         if nvml is None:
             return
         self._begun.wait()
-        self._thread("device-xids", lambda: self._xids.run(nvml)).start()
+        self._thread("device-xids", lambda: self.xids.run(nvml)).start()
         while not self._stopped.is_set():
             self._wake_reader.clear()
             self._read_all(nvml)
             self._faults.keep()
             self._wake_reader.wait(self._policy.read_s)
         self._faults.keep()
-        with self._xids.kept_out() as out:
+        with self.xids.kept_out() as out:
             if out:
                 nvml.close()
 
     def _open(self) -> Nvml | None:
-        """Open the driver and find the worker's GPUs; return None if there is nothing to watch."""
+        """Open the driver and find the worker's GPUs; return None without a driver or if a configured GPU does not exist."""
         self._faults.recall()
         try:
             nvml = self._driver()
             self._add(
-                nvml, mapping.told(self._configured, nvml.devices) if self._configured else self._used(nvml)
+                nvml,
+                mapping.find_uuids(self._configured, nvml.devices) if self._configured else self._used(nvml),
             )
         except NoDriver as reason:
             self.off = str(reason)
@@ -387,17 +374,17 @@ class DeviceWatch:
         return mapping.used(users, self._users()) if any(users.values()) else ()
 
     def _add(self, nvml: Nvml, uuids: Collection[str]) -> bool:
-        """Add these GPUs to the watch and subscribe to their Xids; return False if that failed because the driver hangs."""
-        with self._xids.kept_out() as out:
+        """Add these GPUs to the watch and subscribe to their Xids. If the driver hangs, do nothing and return False."""
+        with self.xids.kept_out() as out:
             if out:
                 self._faults.add(uuids)
-                self._xids.ask(nvml, self.gpus)
+                self.xids.ask(nvml, self.gpus)
         return out
 
     def _report(self, nvml: Nvml) -> None:
-        """Log once which GPUs are watched, and which GPUs of this host do not belong to this worker."""
+        """Log which GPUs are watched, and which GPUs of this host do not belong to this worker."""
         others = [device.uuid for device in nvml.devices if device.uuid not in self.gpus]
-        log.info("device_watch_on", gpus=list(self.gpus), unmapped=others, xids=self._xids.listens)
+        log.info("device_watch_on", gpus=list(self.gpus), unmapped=others, xids=self.xids.may_wait.is_set())
 
     def _take_xid(self, uuid: str, code: int) -> None:
         self._faults.take_xid(uuid, code)
@@ -409,17 +396,17 @@ class DeviceWatch:
         self._search(nvml)
         readings = {uuid: nvml.read(uuid) for uuid in self.gpus}
         present = frozenset(uuid for uuid, reading in readings.items() if not reading.lost)
-        if present - self._xids.gpus:  # subscribe to a returned GPU before it is reported as recovered
+        if present - self.xids.gpus:  # subscribe to a returned GPU before it is reported as recovered
             self._resubscribe(nvml, present)
         for uuid, reading in readings.items():
             peers = _peers(nvml, uuid, readings) if reading.throttled else ()
             self._faults.take_reading(uuid, reading, peers)
-        if present != self._xids.gpus:
+        if present != self.xids.gpus:
             self._resubscribe(nvml, present)
             # delays the next reopening, which loses Xids, until the GPU may be back
             self._reopened_at = time.monotonic()
         reopen_due = time.monotonic() - self._reopened_at >= self._policy.reopen_s
-        if (self._xids.deafened or len(present) < len(readings)) and reopen_due:
+        if (self.xids.deafened or len(present) < len(readings)) and reopen_due:
             self._reopened_at = time.monotonic()
             self._reopen(nvml)
 
@@ -432,17 +419,17 @@ class DeviceWatch:
     def _resubscribe(self, nvml: Nvml, present: frozenset[str]) -> None:
         """Subscribe to the Xids of `present`, the GPUs that are not lost.
 
-        With a lost GPU in the subscription, the driver would report no Xids at all.
+        If the subscription included a lost GPU, the driver would report no Xids at all.
         """
-        with self._xids.kept_out() as out:
+        with self.xids.kept_out() as out:
             if out:
-                self._xids.ask(nvml, present)
+                self.xids.ask(nvml, present)
 
     def _reopen(self, nvml: Nvml) -> None:
-        with self._xids.kept_out() as out:
+        with self.xids.kept_out() as out:
             if out:  # if the driver hangs, a later reading tries again
                 nvml.reopen()
-                self._xids.ask(nvml, [uuid for uuid in self.gpus if not nvml.read(uuid).lost])
+                self.xids.ask(nvml, [uuid for uuid in self.gpus if not nvml.read(uuid).lost])
 
 
 def _peers(nvml: Nvml, uuid: str, readings: dict[str, DeviceReading]) -> tuple[int, ...]:

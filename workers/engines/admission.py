@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -24,13 +24,11 @@ from workers.engines.engine import (
     discard_events,
     discard_output,
 )
-from workers.kv_transfer.messages import Buffer, Description
+from workers.kv_transfer.messages import Description
 
 TOLERATED = 1.5  # target duration of a step, as a multiple of the profile's full-batch step
-CUT, LEAST = (
-    0.9,
-    0.25,
-)  # a cut limits the batch to CUT × running requests, but to no less than LEAST × full batch
+# a cut limits the batch to CUT × running requests, but to no less than LEAST × full batch
+CUT, LEAST = 0.9, 0.25
 GROWS = 1 / 32  # share of the full batch by which one increase raises the limit
 ADJUST_S = 0.25  # seconds between two adjustments of the limit
 STEPS_LEAST = 4  # measured steps that an adjustment needs
@@ -67,42 +65,18 @@ class WrappedEngine:
         """Whether the engine reports every change of its prefix cache by KV events."""
         return self._engine.announces
 
-    def submit(self, key: int, request: Generate) -> None:
-        """Pass a request to the engine under this key."""
-        self._engine.submit(key, request)
-
-    def cancel(self, key: int) -> None:
-        """Cancel a request. Unknown keys are ignored."""
-        self._engine.cancel(key)
-
-    def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
-        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
-        return self._engine.reserve(key, request, room_tokens)
-
-    def limit_batch(self, share: float) -> None:
-        """Limit the running batch to this share (0 to 1) of its full size."""
-        self._engine.limit_batch(share)
-
-    def ranks(self) -> list[Load]:
-        """Return the load of each DP rank, or an empty list if there is only one rank."""
-        return self._engine.ranks()
-
-    async def stop(self) -> None:
-        """Stop the engine."""
-        await self._engine.stop()
-
 
 class RequestLimit:
-    """Tracks which requests are inside the engine and which wait for a free slot.
+    """Tracks which requests are in an engine, and which wait for a free slot.
 
-    This class only keeps the records. The caller submits the admitted requests to the engine.
+    This class submits no request itself. Its caller submits the admitted requests to the engine.
     """
 
     def __init__(self, limit: int, queue: int) -> None:
         """Admit at most `limit` requests, and queue at most `queue` more.
 
-        A request that leaves the engine frees a slot, which a waiting request gets in the next event loop iteration. Until then,
-        one more request may wait.
+        When a request leaves the engine, a waiting request gets the free slot in the next event loop iteration. Until then, up
+        to `queue` + 1 requests wait, because the sum of admitted and waiting requests is limited to `limit` + `queue`.
         """
         self.limit, self.queue = limit, queue
         self.refused = 0
@@ -124,7 +98,10 @@ class RequestLimit:
         return found
 
     def enters(self, key: int) -> bool:
-        """Admit a request that cannot wait. Return False, and count a refusal, if no slot is free or other requests wait."""
+        """Admit a request that must enter the engine at once or not at all. Return whether it was admitted.
+
+        The request is refused, and the refusal counted, if no slot is free or if other requests wait.
+        """
         free = len(self.inside) < self.limit and not self.waiting
         if free:
             self.inside.add(key)
@@ -171,39 +148,35 @@ class RequestLimit:
 class LimitedEngine(WrappedEngine):
     """Limits an engine to N requests at once, and queues up to Q more requests in front of it.
 
-        submit ──▶ fewer than N inside ──▶ engine ──▶ its last chunk, cancelled, moved away ──▶ the next that waits
-             ├───▶ fewer than Q waiting ─▶ wait
-             └───▶ else ─────────────────▶ overloaded
+        submit ──▶ fewer than N inside ──▶ engine ──▶ finished, cancelled or moved away ──▶ the next waiting request enters
+             ├───▶ fewer than Q waiting ─▶ queue
+             └───▶ both full ────────────▶ refused as overloaded
 
-    "Inside" are the requests that the engine has. N + Q requests are accepted in total, whatever Q is. Waiting requests that were
-    already started on another worker are admitted first, by priority, and then the others, by priority. Canaries bypass both
-    limits, because the engine limits them itself. A request that arrives with its KV cache never waits. If it cannot enter the
-    engine at once, it is refused, and continues to decode at its source.
+    A request is inside while the engine has it. At most N + Q requests are accepted in total. Waiting requests that already have
+    tokens from another worker are admitted before new requests. Within each of these groups, the most urgent request goes first.
+    Canaries bypass both limits, because the engine limits canaries itself. A request that arrives with its KV cache never waits.
+    If the engine cannot take such a request at once, the request is refused and continues to decode on the worker that sent it.
     """
 
     def __init__(self, engine: Engine, limit: int, queue: int) -> None:
         super().__init__(engine)
+        self.limit_batch = engine.limit_batch
         self.requests = RequestLimit(limit, queue)
         self._deliver: Deliver = discard_output
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # id of the event loop's thread
-        self._own: EngineIdentity | None = None
-        self._seen: EngineIdentity | None = None  # the engine's identity from which `_own` was derived
 
     @property
     def identity(self) -> EngineIdentity:
-        """The engine's identity with two values replaced.
+        """The identity of the wrapped engine, with two values replaced.
 
-        `max_batch` of the profile is capped at this wrapper's limit of requests. `waiting_max` is the number of requests
-        that are accepted beyond `max_batch`, and wait.
+        The profile's `max_batch` is at most this wrapper's limit of requests. `waiting_max` is the number of requests that may
+        wait while `max_batch` requests run.
         """
-        inner = self._engine.identity
-        if self._own is None or self._seen is not inner:
-            most, wait = self.requests.limit, self.requests.queue
-            batch = min(inner.profile.max_batch, most)
-            profile = replace(inner.profile, max_batch=batch)
-            self._seen, self._own = inner, replace(inner, profile=profile, waiting_max=most + wait - batch)
-        return self._own
+        inner, requests = self._engine.identity, self.requests
+        batch = min(inner.profile.max_batch, requests.limit)
+        waiting_max = requests.limit + requests.queue - batch
+        return replace(inner, profile=replace(inner.profile, max_batch=batch), waiting_max=waiting_max)
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Start the engine. Raise EngineDead with the reason if the engine cannot start."""
@@ -228,14 +201,16 @@ class LimitedEngine(WrappedEngine):
         self._schedule_admission()
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
-        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal.
+
+        `room_tokens` is the largest number of tokens that the request can have when it arrives.
+        """
         if not self.requests.enters(key):
             return AT_CAPACITY
         room = self._engine.reserve(key, request, room_tokens)
         if isinstance(room, str):
             self._ended([key])
-            return room
-        return _LimitedImport(room, lambda: self._ended([key]))
+        return room
 
     def load(self) -> Load:
         """Return the engine's load. Requests in this wrapper's queue count as waiting."""
@@ -243,7 +218,10 @@ class LimitedEngine(WrappedEngine):
         return msgspec.structs.replace(load, waiting=load.waiting + waiting) if waiting else load
 
     def ranks(self) -> list[Load]:
-        """Return the load of each DP rank, or an empty list if there is only one. Queued requests count as waiting."""
+        """Return the load of each DP rank, or an empty list if the engine has only one rank.
+
+        Requests in this wrapper's queue count as waiting.
+        """
         loads = self._engine.ranks()
         for rank, waiting in self.requests.waiting_by_rank().items() if loads else ():
             if rank < len(loads):
@@ -288,31 +266,6 @@ class LimitedEngine(WrappedEngine):
             self._engine.submit(*entered)
 
 
-class _LimitedImport:
-    """An `Import` that frees a slot of `LimitedEngine` when it is aborted.
-
-    The arriving request takes a slot from its reservation until it is aborted or its stream ends.
-    """
-
-    def __init__(self, room: Import, aborted: Callable[[], None]) -> None:
-        self._room = room
-        self._aborted = aborted
-        self.cached_tokens = room.cached_tokens
-
-    async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Copy verified KV blocks of one shard into the reserved blocks. Raise MoveRefused."""
-        await self._room.take(shard, first, data)
-
-    async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Start to decode the arrived request. Raise MoveRefused."""
-        await self._room.commit(tokens, computed)
-
-    def abort(self) -> None:
-        """Free the reserved KV blocks and the slot."""
-        self._room.abort()
-        self._aborted()
-
-
 class BatchLimit:
     """Computes the batch limit of one engine from the durations of its steps. `step` may be called from any thread."""
 
@@ -323,16 +276,16 @@ class BatchLimit:
         self._sum_s, self._steps = 0.0, 0
 
     def step(self, took_s: float) -> None:
-        """Record the duration of a step without prefill, in seconds."""
+        """Record the duration, in seconds, of a step without prefill."""
         if 0.0 < self.target_s < inf and took_s > 0.0:
             with self._lock:
                 self._sum_s += min(took_s, OUTLIER * self.target_s)
                 self._steps += 1
 
     def adjust(self, running: int) -> bool:
-        """Lower or raise the limit if at least 4 steps were recorded since the last adjustment. Return whether it changed.
+        """Lower or raise the limit if at least 4 steps were recorded since the last adjustment.
 
-        `running` is the number of requests that the engine runs now.
+        Return whether the limit has changed. `running` is the number of requests that the engine runs now.
         """
         with self._lock:
             if self._steps < STEPS_LEAST:
@@ -351,21 +304,22 @@ class BatchLimit:
 class AdaptiveEngine(WrappedEngine):
     """Limits how many requests an engine runs at once so that its steps stay fast.
 
-    The limit starts at the full batch size. The limit is cut by a factor while steps are slow, and then raised again by a
-    constant amount (AIMD: additive increase, multiplicative decrease).
+    The limit starts at the full batch size. While steps are slow, the limit is reduced by a factor. Later, it is raised again in
+    constant increments (AIMD: additive increase, multiplicative decrease).
 
         target: 1.5 times the duration of a full-batch step, by the engine's profile
         every 0.25 s, if at least 4 steps were measured:
-            their mean is above the target ──▶ limit to 0.9 times the running requests, at least a quarter of the batch
-            the limit is reached           ──▶ raise it by 1/32 of the batch, at most to the batch
+            their mean is above the target                    ──▶ limit = 0.9 × running requests, at least a quarter of the batch
+            their mean is not, and all allowed slots are used ──▶ limit + 1/32 of the batch, at most the full batch
 
-    Only steps without prefill are measured, because they show how long decoding currently takes on this machine. The duration of
-    a whole request does not show that. The limit is off by default. It is meant for engines in which all requests share each
-    step.
+    Only steps without prefill are measured. Their durations, unlike those of whole requests, show how long decoding currently
+    takes on this machine. The limit is off by default. It is meant for engines in which all requests share each step.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
+        self.submit, self.cancel, self.reserve = engine.submit, engine.cancel, engine.reserve
+        self.ranks, self.stop = engine.ranks, engine.stop
         self._batch: BatchLimit | None = None  # set by `start`, because the profile is not known earlier
         self._requested = 1.0  # the share that the worker has set by `limit_batch`
         self._deliver: Deliver = discard_output
@@ -380,7 +334,7 @@ class AdaptiveEngine(WrappedEngine):
         self._batch = BatchLimit(self._engine.identity.profile)
 
     def limit_batch(self, share: float) -> None:
-        """Limit the running batch to this share of its full size, or to the measured limit if that is lower."""
+        """Limit the running batch to `share` of its full size, or to the limit from the measured steps if that is lower."""
         self._requested = share
         self._apply()
 
@@ -416,9 +370,9 @@ class AdaptiveEngine(WrappedEngine):
 
 
 def _full_step_s(profile: Profile) -> float:
-    """Return the duration in seconds of a decode step of a full batch, by a profile; inf if the profile has no step times.
+    """Return how long a decode step with a full batch takes by this profile, in seconds; inf without step times.
 
-    If the profile's largest measured batch is smaller than a full batch, its step time is scaled in proportion.
+    If no full batch was measured, the step time of the largest measured batch is scaled up in proportion to the batch size.
     """
     if not profile.tpot_ms:
         return inf

@@ -5,15 +5,15 @@ Each engine's module is imported only when that engine is used, because torch ta
 
 from pathlib import Path
 
-from workers.config.settings import WorkerSettings, given
+from workers.config.settings import WorkerSettings, non_null
 from workers.config.settings_check import endpoints
 from workers.engines.engine import Engine
 
 
 def build_engine(settings: WorkerSettings) -> Engine:
-    """Return the engine for these settings, with the configured limits around it. The engine is not started yet.
+    """Return the engine for these settings, inside the wrappers that enforce the configured limits.
 
-    Raise HoldfastError if the engine cannot be built.
+    The engine is not started yet. Raise HoldfastError if the engine cannot be built.
     """
     engine = _engine(settings)
     if settings.adaptive_batch:
@@ -44,7 +44,7 @@ def _openai(settings: WorkerSettings) -> Engine:
     from workers.engines.openai.identity import UpstreamSettings
     from workers.engines.openai.upstream_reports import AccountTimes
 
-    found = given(settings, "context_tokens", "batch_max", "waiting_max", "kv_blocks", "block_tokens")
+    found = non_null(settings, "context_tokens", "batch_max", "waiting_max", "kv_blocks", "block_tokens")
     return OpenAIEngine(
         UpstreamSettings(
             url=settings.upstream,
@@ -68,7 +68,7 @@ def _transformers(settings: WorkerSettings) -> Engine:
     from workers.engines.transformers.engine import TransformersEngine
     from workers.engines.transformers.settings import TransformersSettings
 
-    found = given(
+    found = non_null(
         settings,
         "device", "dtype", "threads", "context_tokens", "block_tokens", "batch_max", "waiting_max", "prefill_tokens_max",
         "prefix_caching",

@@ -1,13 +1,15 @@
 """The `Engine` protocol, which every engine of a worker implements.
 
-An engine generates tokens for many requests at once, step by step. The engine runs off the worker's event loop, in a thread or
-a child process. It delivers the output of each step in one call, so that the worker can send one frame per step. An engine must
-not split a step's output over two calls. If it delivers the outputs of several steps in one call, they must be in step order.
+An engine generates tokens for many requests at once, step by step. Its steps must not block the worker's event loop: they run in
+a thread, on another server, or in short callbacks. The output of a step is delivered in one call, so that the worker can send one
+frame per step. One call may deliver the outputs of several steps, in step order.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import xxhash
 
 from events.errors import HoldfastError
 from events.kv import KvEvent
@@ -16,10 +18,10 @@ from events.wire import Chunk, Generate, Load
 from workers.kv_transfer.messages import Buffer, Description
 
 MOVES_MAX = 16
-"""Maximum number of requests that may leave one engine at once, and that may enter it at once."""
+"""Maximum number of requests that may move out of one engine at once. The same maximum holds for requests that move in."""
 
 CANARIES_MAX = 2
-"""Maximum number of canaries accepted beyond the waiting limit: a full worker is checked, too."""
+"""Maximum number of canaries accepted beyond the waiting limit, so that a full worker is checked, too."""
 
 
 class EngineDead(HoldfastError):
@@ -27,18 +29,18 @@ class EngineDead(HoldfastError):
 
 
 class EngineChanged(EngineDead):
-    """What the engine serves has changed.
+    """The server behind the engine has changed, so that the worker's registration is no longer right.
 
-    This is no failure: this instance of the worker ends, and the next one registers anew.
+    This is no failure: the worker's instance ends, and the next instance registers anew.
     """
 
 
 class MoveEnded(HoldfastError):
-    """The request to move has ended, or has lost its KV cache."""
+    """A request can no longer move to another worker, for example because it has ended or lost its KV cache."""
 
 
 class MoveRefused(HoldfastError):
-    """The arrived request cannot be continued here. Nothing of it is kept."""
+    """A request that arrived from another worker cannot be continued here, and its reservation has ended."""
 
 
 class Awaits(NamedTuple):
@@ -52,7 +54,8 @@ class Awaits(NamedTuple):
 class EngineIdentity:
     """The model and configuration that an engine serves.
 
-    They are part of the worker's registration. Most of them are also part of the canary key.
+    The fields are part of the worker's registration. Most of them are also part of the canary key, which selects the stored
+    correct answers (goldens) to the worker's canaries.
     """
 
     model: str
@@ -87,24 +90,25 @@ class Phase:
 Deliver = Callable[[list[tuple[int, Chunk]]], None]
 """Called once per step, from any thread, with (request key, chunk) pairs. The worker fills in Chunk.stream.
 
-A token that ends an answer (the end-of-sequence token, or one of `stop_token_ids`) is the last token of its last chunk.
+A token that ends an answer (the end-of-sequence token, or one of `stop_token_ids`) is the last token of the answer's last chunk.
 `tests/workers/engines/engine_contract.py` is the test suite that every engine passes.
 """
 
 
 Announce = Callable[[int, list[KvEvent]], None]
-"""Called at the end of a step, from any thread, right before or after its output is delivered.
+"""Called at the end of a step, from any thread, right before or after the step's output is delivered.
 
-The arguments are a DP rank and the events of its prefix cache in this step (stored, removed), in order. Canaries never appear.
+The arguments are a DP rank and the KV events (stored, removed) of that rank's prefix cache in this step, in order. The blocks of
+canaries never appear.
 """
 
 
 def discard_output(out: list[tuple[int, Chunk]]) -> None:
-    """Discard output. Engines use this function as their `Deliver` until `start` gives them the worker's."""
+    """Discard output. Engines use this function as their `Deliver` until `start` passes the worker's function."""
 
 
 def discard_events(rank: int, events: list[KvEvent]) -> None:
-    """Discard KV events. It is the default `Announce`, for a worker that does not publish KV events."""
+    """Discard KV events. This function is the default `Announce`, for workers that do not publish KV events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class Stopped:
 class Export(Protocol):
     """A request that moves to another worker with its KV cache.
 
-    The request's KV blocks are kept until `close`, even if the request ends earlier.
+    The request's KV blocks are kept until `close` is called, even if the request ends earlier.
     """
 
     def full_blocks(self) -> int:
@@ -127,12 +131,14 @@ class Export(Protocol):
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
         """Return the bytes of `count` KV blocks of one shard, starting with the block at index `first`.
 
-        The bytes are copied off the event loop. Before `stop`, only full blocks may be read. After `stop`, the last, partial
-        block may be read, too. The unused end of that block is filled with zeros. Raise MoveEnded.
+        The bytes are copied without blocking the event loop. Before `stop`, only full blocks may be read. After `stop`, the last,
+        partial block may be read, too. The unused end of that block is filled with zeros.
+
+        Raise MoveEnded if the request cannot move any more, or if a block does not exist yet.
         """
 
     async def stop(self) -> Stopped:
-        """Stop the request's output after the current step. Raise MoveEnded.
+        """Stop the request after the current step, and return its state. Raise MoveEnded if the request cannot move any more.
 
         When `stop` returns, all output generated so far has been delivered.
         """
@@ -143,54 +149,36 @@ class Export(Protocol):
     def close(self) -> None:
         """Release the KV blocks. May be called twice.
 
-        A request that was stopped then continues in this engine. To end the request and its export, cancel the request's key.
+        If the request was stopped, it continues in this engine. To end the request and its export, cancel the request's key.
         """
 
 
 class Import(Protocol):
-    """The reservation for a request that arrives with its KV cache. Cancelling the request's key aborts the import, too."""
+    """The reservation for a request that arrives with its KV cache. To abort the import, cancel the request's key."""
 
-    cached_tokens: (
-        int  # tokens of the request's prefix, in whole blocks, that this engine has in its prefix cache
-    )
+    # tokens of the request's prefix, in whole blocks, that this engine has in its prefix cache
+    cached_tokens: int
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Copy verified KV blocks of one shard into the reserved blocks, off the event loop.
+        """Copy verified KV blocks of one shard into the reserved blocks, without blocking the event loop.
 
-        `first` is the index in the sequence of the first block in `data`. Raise MoveRefused if the engine cannot accept the
-        blocks. The import is then aborted.
+        `first` is the index in the sequence of the first block in `data`. If the engine cannot accept the blocks, abort the
+        import and raise MoveRefused.
         """
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
         """Start to decode the request under the key of its reservation.
 
-        `tokens` are the prompt and all tokens generated so far. The KV of the first `computed` of these tokens has arrived. Raise
-        MoveRefused if the request cannot continue from them. The import is then aborted.
+        `tokens` are the prompt and all tokens generated so far. The KV of the first `computed` of these tokens has arrived. If
+        the request cannot continue from `tokens`, abort the import and raise MoveRefused.
         """
-
-    def abort(self) -> None:
-        """Free the reserved blocks. A second call has no effect, and neither has a call after `commit`."""
-
-
-class Immovable:
-    """Base of engines that cannot move a request with its KV cache. Another worker then recomputes the request's tokens."""
-
-    @property
-    def kv(self) -> tuple[Description, ...]:
-        """An empty tuple, because this engine has no KV blocks that another worker could use."""
-        return ()
-
-    def export(self, key: int) -> Export | None:
-        """Return None, because no request can leave this engine with its KV cache."""
-        return None
-
-    def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
-        """Return the reason why no KV cache can arrive."""
-        return "this engine takes no KV cache in"
 
 
 class Engine(Protocol):
-    """Generates tokens for requests. The worker calls all methods on its event loop. `deliver` may be called from any thread."""
+    """Generates tokens for requests.
+
+    The worker calls all methods on its event loop. The engine may call `deliver` from any thread.
+    """
 
     @property
     def identity(self) -> EngineIdentity:
@@ -209,9 +197,9 @@ class Engine(Protocol):
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
         """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal.
 
-        `room_tokens` is the largest number of tokens that the request can have when it arrives. `request` has the form of a
-        request to `submit`, but this engine does not compute its prompt, because the KV cache arrives before `commit`. Tokens
-        that the source generates until then count against the request's limits.
+        `room_tokens` is the largest number of tokens that the request can have when it arrives. `request` has the same form as
+        for `submit`. This engine does not compute the request's prompt, because the KV cache arrives before `commit`. Tokens
+        that the source worker generates before `commit` count against the request's limits.
         """
 
     @property
@@ -222,19 +210,22 @@ class Engine(Protocol):
         """Load the model and begin to run steps. Raise EngineDead with the reason if the engine cannot start."""
 
     def awaits(self) -> Awaits | None:
-        """Return why the engine has not started yet. None if the engine waits for nothing that takes long."""
+        """Return what the engine waits for before it can start. Return None if the engine need not wait for anything slow."""
 
     def submit(self, key: int, request: Generate) -> None:
-        """Accept a request under a key that the worker has chosen. Report an error by a chunk with its `error` field set."""
+        """Accept a request under a key that the worker has chosen.
+
+        If the request cannot be accepted, deliver a chunk with the field `error` set.
+        """
 
     def cancel(self, key: int) -> None:
-        """Drop a request within one step, with its export or its reserved blocks. Unknown keys are ignored."""
+        """Drop a request, and its export or reserved blocks, within one step. Unknown keys are ignored."""
 
     def trust(self, trusted: bool) -> None:
         """Set whether requests may reuse cached KV blocks.
 
-        When the engine becomes distrusted, the blocks computed so far may be wrong. The engine then stops their reuse and reports
-        their removal by KV events. Until the engine is trusted again, it keeps no blocks for later requests.
+        If `trusted` is false, the blocks computed so far may be wrong. The engine stops their reuse, and reports their removal by
+        KV events. It keeps no blocks for later requests until a call with `trusted` true.
         """
 
     def limit_batch(self, share: float) -> None:
@@ -257,16 +248,40 @@ class Engine(Protocol):
         """Raise EngineDead if the engine cannot serve any more."""
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Inject a fault (error, corrupt, drift, slow …) into one rank. The fault name `heal` ends all faults.
+        """Inject a fault (error, corrupt, drift, slow …) into one rank. `heal` ends all faults except `die`.
 
-        Return False if this engine cannot inject the fault.
+        `EngineFaults.inject` defines the meaning of `argument` for each fault. Return False if this engine cannot inject the
+        fault.
         """
 
     def heal(self, fault: str, rank: int = 0) -> None:
         """End one fault of one rank. Other faults stay active."""
 
     async def stop(self) -> None:
-        """Stop the steps and free all resources within a few seconds."""
+        """Stop running steps, and free all resources of the engine within a few seconds."""
+
+
+def validate_request(request: Generate, context: int, vocabulary: int) -> str | None:
+    """Return why a request can never be served, or None if it can.
+
+    `context` is the largest number of tokens of a request, and `vocabulary` the number of token ids of the model.
+    """
+    tokens, bias = request.tokens, request.sampling.logit_bias
+    if not tokens:
+        return "invalid_request: the prompt is empty"
+    if len(tokens) >= context:
+        return f"invalid_request: {len(tokens)} tokens leave no room in a context of {context}"
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        return f"invalid_request: token ids go from 0 to {vocabulary - 1}"
+    if bias and not 0 <= min(bias) <= max(bias) < vocabulary:
+        return f"invalid_request: logit_bias: token ids go from 0 to {vocabulary - 1}"
+    return None
+
+
+def seed_of(request: Generate) -> int:
+    """Return a request's seed. Without one, return a hash of the request's id, so that all workers use the same seed."""
+    seed = request.sampling.seed
+    return xxhash.xxh64_intdigest(request.request.encode()) if seed is None else seed
 
 
 def validate_import(
@@ -278,7 +293,7 @@ def validate_import(
     context: int,
     vocabulary: int,
 ) -> str:
-    """Return why the arrived tokens do not continue the request of the reservation; empty if they do.
+    """Return the reason why an arrived request cannot continue from its tokens; empty if it can.
 
     Args:
         request: the request of the reservation.

@@ -14,7 +14,8 @@ KINDS = ("error", "corrupt", "drift", "sampler", "slow")  # the faults that `hea
 class EngineFaults:
     """The faults that are active in an engine now.
 
-    A fault ends when it is healed. An `error` fault may also end after a number of failed requests. A new object has no fault.
+    A fault ends when it is healed. An `error` fault may also end after a number of failed requests. A new `EngineFaults` object
+    has no active fault.
     """
 
     healthy: bool = True  # every pass succeeds with the right greedy tokens and logprobs, at any speed
@@ -31,13 +32,13 @@ class EngineFaults:
     _count: int = 0  # number of pseudo-random draws so far; each draw is a hash of this number
 
     def inject(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Begin a fault, or end all faults if `fault` is `heal`. Return False if the fault is unknown.
+        """Begin a fault. The fault name `heal` instead ends all faults except `die`. Return False if the name is unknown.
 
         The meaning of `argument` depends on the fault:
 
             error    number of requests that fail; 0: all requests, until the fault is healed
             corrupt  one in this many tokens is wrong; 0: one in 8
-            drift    strength of the drift; 0: 0.05
+            drift    strength of the error in the logits or logprobs; 0: 0.05
             slow     factor on the duration of a step of `rank`; 0: 5
         """
         match fault:
@@ -63,7 +64,7 @@ class EngineFaults:
         return True
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """End one fault. `slow` ends for this rank only, and every other fault for all ranks. A dead engine stays dead."""
+        """End one fault. The fault `slow` ends only for `rank`, any other fault for all ranks. A dead engine stays dead."""
         match fault:
             case "error":
                 self.error, self.errors_left = False, 0
@@ -84,7 +85,7 @@ class EngineFaults:
     def raised(self, requests: int) -> int:
         """Return how many of `requests` requests fail now because of the `error` fault.
 
-        If the fault was injected for a number of requests, subtract the returned number from the remaining ones.
+        If the fault was injected for a limited number of requests, subtract the result from the remaining number.
         """
         if not self.error:
             return 0
@@ -99,9 +100,9 @@ class EngineFaults:
     def altered(self, token: int, first: int, count: int) -> int:
         """Return the token that an engine with the `corrupt` fault outputs instead of `token`.
 
-        On average one in `corrupt_one_in` tokens is replaced by another of the `count` token ids that begin with `first`. A hash
-        of a running count selects the tokens to replace. If every k-th token were replaced instead, some streams would never be
-        affected. If a hash of the text selected the tokens, some canaries would never be affected.
+        On average, one in `corrupt_one_in` tokens is replaced by another of the `count` consecutive token ids from `first` on. A
+        hash of a running count selects the tokens to replace. If every k-th token were replaced instead, some streams would
+        never be affected. If a hash of the text selected the tokens, some canaries would never be affected.
         """
         if not self.corrupt_one_in or (dice := self._dice()) % self.corrupt_one_in:
             return token
@@ -110,8 +111,8 @@ class EngineFaults:
     def drawn(self, token: int, temperature: float, first: int, count: int) -> int:
         """Return the token that the sampler draws instead of `token`.
 
-        With the `sampler` fault and a temperature above 0, this is any of the `count` token ids that begin with `first`.
-        Otherwise it is `token`.
+        With the `sampler` fault and a temperature above 0, return a pseudo-random one of the `count` consecutive token ids from
+        `first` on. Otherwise, return `token`.
         """
         return first + self._dice() % count if self.sampler and temperature > 0 else token
 

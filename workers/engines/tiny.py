@@ -70,8 +70,8 @@ class FolderInUse(HoldfastError):
 def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
     """Write the tiny model and its tokenizer into `directory`, and return `directory`. This takes about ten seconds.
 
-    `progress` is called with a line of text before each slow part. Raise TorchMissing, or FolderInUse if the folder has foreign
-    files.
+    `progress` is called with a line of text before each slow part. Raise TorchMissing if torch is not installed, and FolderInUse
+    if the folder has foreign files.
     """
     require_torch()
     _claim(directory)

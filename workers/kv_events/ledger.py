@@ -3,16 +3,21 @@
     events of a step ──▶ numbered, and encoded once ──▶ published, and kept in a ring of recent ones
                    └──▶ the rank's own index ──▶ a dump, in parts
 
-A frontend that has missed events fetches them from the ring. If the ring no longer has them, the frontend fetches a dump, which
-is a list of events that creates the rank's current blocks in an empty index.
+A frontend that has missed events fetches them from the ring. If the ring no longer has them, the frontend fetches a dump. A
+dump is a list of events that creates the rank's current blocks in an empty index.
 
-Events that frontends would refuse are refused before they get a number. An event is refused if its parent block is not in the
-cache, or if it stores a block after two different parents. So a frontend that has applied every event has exactly the same
-blocks as the rank.
+Events that frontends would refuse are refused before they get a number. An event that stores blocks is refused in three cases:
 
-The index maps each block to its parent, the block before it in a sequence, in the order of arrival. A dump in this order needs
-no search, because every block comes after its parent. A block that is removed while its children are still cached leaves a
-hole. The dump needs a hole as the parent of other blocks, so it stores the hole and removes it at the end.
+- the parent block is not in the cache;
+- the event contains a block twice;
+- the index already has one of the blocks, with another parent.
+
+Frontends therefore refuse no numbered event. A frontend that has applied every event has exactly the same blocks as the rank.
+
+The index maps each block to its parent, which is the block before it in a sequence. The index keeps blocks in the order of
+their arrival. A dump in this order needs no search, because every block comes after its parent. A block that is removed while
+its children are still cached leaves a hole. Because a hole is the parent of other blocks, a dump stores it like a block and
+removes it at the end.
 """
 
 from collections import deque
@@ -72,7 +77,7 @@ class _Snapshot:
     def _stored(self, first: int) -> Iterator[KvEvent]:
         """Yield events that store up to `part_blocks` blocks, starting at index `first`.
 
-        Consecutive blocks of a sequence on the same tiers are in one event per tier.
+        Consecutive blocks of a sequence that are on the same storage tiers form one event for each of those tiers.
         """
         blocks, parents = self.blocks, self.parents
         end = min(first + self.part_blocks, len(blocks))
@@ -97,45 +102,32 @@ class KvEventLedger:
         self._bounds = bounds or LedgerBounds()
         self.next = 0  # the id of the next event
         self.refused = 0  # number of events that were refused because they contradict earlier ones
-        self._ring: deque[bytes] = deque()  # the most recent events, encoded
+        self.ring: deque[bytes] = deque()  # the most recent events, encoded
         self._bytes = 0  # size of the ring
         self._parents: dict[int, int | None] = {}  # the parent of each cached block and each hole
         self._tiers: dict[int, int] = {}  # tiers of blocks that are not on the device alone; 0 for a hole
-        self._holes = 0
+        # number of removed blocks that are still known because they may be parents of cached blocks
+        self.holes = 0
         self._holes_max = self._bounds.holes
-        self._snapshots: dict[int, _Snapshot] = {}
+        # dumps that are kept so that frontends can fetch their further parts, by the id of the next event
+        self.snapshots: dict[int, _Snapshot] = {}
 
     def __len__(self) -> int:
-        """Return the number of blocks in the rank's cache, without holes."""
-        return len(self._parents) - self._holes
+        """Return the number of blocks in the rank's cache. Holes (removed blocks with cached descendants) do not count."""
+        return len(self._parents) - self.holes
 
     @property
     def held(self) -> list[int]:
         """The blocks in the rank's cache, each after its parent."""
         return [block for block in self._parents if self._tiers_of(block)]
 
-    @property
-    def kept(self) -> int:
-        """Number of recent events kept for subscribers that need to catch up."""
-        return len(self._ring)
-
-    @property
-    def holes(self) -> int:
-        """Number of removed blocks that are still known because they may be parents of cached blocks."""
-        return self._holes
-
-    @property
-    def dumps(self) -> int:
-        """Number of dumps that are kept so that frontends can fetch their further parts."""
-        return len(self._snapshots)
-
     # --- events from the engine
 
-    def say(self, events: Sequence[KvEvent]) -> tuple[int, list[bytes]]:
+    def record(self, events: Sequence[KvEvent]) -> tuple[int, list[bytes]]:
         """Apply the events of an engine step.
 
-        Return the id of the first event to publish and the encoded events, which are numbered consecutively from that id. The
-        list is empty if no event changes the rank's blocks.
+        Return the id of the first event to publish, and the encoded events, numbered consecutively from that id. The list is
+        empty if there is nothing to publish.
         """
         first, encoded = self.next, []
         for event in events:
@@ -146,10 +138,15 @@ class KvEventLedger:
         return first, encoded
 
     def _apply(self, event: KvEvent) -> Iterator[KvEvent]:
-        """Apply one event, and yield the events to publish. An event that is refused or changes nothing yields none."""
+        """Apply one event, and yield the events to publish.
+
+        Yield nothing if `event` is refused. Also yield nothing for a `Stored` event without a block that is new on its tier, and
+        for a `Removed` event without a block that is on its tier.
+        """
+
         if isinstance(event, Cleared):
             self._parents, self._tiers = {}, {}
-            self._holes, self._holes_max = 0, self._bounds.holes
+            self.holes, self._holes_max = 0, self._bounds.holes
             yield event
             return
         if not 0 <= event.tier < len(Tier):
@@ -172,14 +169,14 @@ class KvEventLedger:
                 parent = blocks[min(index + most, len(blocks)) - 1]
 
     def _tiers_of(self, block: int) -> int:
-        """Return the tiers that hold a block, one bit per tier; 0 if no tier holds it."""
+        """Return the storage tiers (device, host, disk) that hold a block, one bit per tier; 0 if none holds it."""
         return self._tiers.get(block, _HELD) if block in self._parents else 0
 
     def _fit(self, blocks: Sequence[int], parent: int | None) -> bool:
         """Return whether consecutive blocks can be stored after `parent`.
 
-        They can if the parent is in the cache, or None for the start of a sequence, and if no block is known after another
-        parent.
+        The parent must be in the cache, or None for the start of a sequence. No block may occur twice, and no block may be in
+        the index with another parent.
         """
         if (parent is not None and not self._tiers_of(parent)) or len(set(blocks)) < len(blocks):
             return False
@@ -190,13 +187,16 @@ class KvEventLedger:
         return True
 
     def _store(self, blocks: Sequence[int], parent: int | None, bit: int) -> bool:
-        """Add consecutive blocks after `parent` to the tier `bit`. Return whether any of them was not on that tier before."""
+        """Store consecutive blocks after `parent` on one storage tier, which `bit` stands for.
+
+        Return whether any of the blocks was not on that tier before.
+        """
         changed = False
         for block in blocks:
             before = self._tiers_of(block)
             if not before & bit:
                 changed = True
-                self._holes -= block in self._parents and not before
+                self.holes -= block in self._parents and not before
                 self._parents[block] = parent
                 self._set_tiers(block, before | bit)
             parent = block
@@ -206,8 +206,8 @@ class KvEventLedger:
         for block in blocks:
             tiers_left = self._tiers_of(block) & ~bit
             self._set_tiers(block, tiers_left)
-            self._holes += not tiers_left
-        if self._holes > self._holes_max:
+            self.holes += not tiers_left
+        if self.holes > self._holes_max:
             self._prune()
 
     def _set_tiers(self, block: int, tiers: int) -> None:
@@ -217,8 +217,8 @@ class KvEventLedger:
             self._tiers[block] = tiers
 
     def _prune(self) -> None:
-        """Remove the holes that are no longer needed, because no cached block descends from them."""
-        if not self._holes:
+        """Remove the holes (removed blocks) from which no cached block descends any more."""
+        if not self.holes:
             return
         parents, tiers = self._parents, self._tiers
         dead = {block for block, tiers_left in tiers.items() if not tiers_left}
@@ -229,21 +229,21 @@ class KvEventLedger:
                 before = parents[before]
         for block in dead:
             del parents[block], tiers[block]
-        self._holes -= len(dead)
-        self._holes_max = self._bounds.holes + self._holes + len(self) // 2
+        self.holes -= len(dead)
+        self._holes_max = self._bounds.holes + self.holes + len(self) // 2
 
     # --- requests from frontends
 
     def _keep(self, event: bytes) -> None:
-        self._ring.append(event)
+        self.ring.append(event)
         self._bytes += len(event)
         while self._bytes > self._bounds.ring_bytes:
-            self._bytes -= len(self._ring.popleft())
+            self._bytes -= len(self.ring.popleft())
 
     @property
     def _oldest(self) -> int:
         """The id of the oldest event in the ring; the id of the next event if the ring is empty."""
-        return self.next - len(self._ring)
+        return self.next - len(self.ring)
 
     def answer(self, ask: KvRequest, now: float) -> bytes:
         """Return the encoded answer to a frontend's request for events or for a part of a dump.
@@ -251,7 +251,7 @@ class KvEventLedger:
         If the requested events are no longer in the ring, the answer is the first part of a dump. `now` is the loop time.
         """
         if ask.dump is not None:
-            snapshot = self._snapshots.get(ask.dump)
+            snapshot = self.snapshots.get(ask.dump)
             if snapshot is None or not 0 <= ask.part < snapshot.parts:
                 return kv.encode(KvRefused(f"part {ask.part} of dump {ask.dump} does not exist any more"))
             return snapshot.part(ask.part)
@@ -268,12 +268,12 @@ class KvEventLedger:
     def _range(self, first: int, last: int | None) -> list[msgspec.Raw]:
         """Return the encoded events from `first` to `last` in the ring; None for `last` means up to the newest.
 
-        If they exceed the maximum size of a message, return fewer, but at least one.
+        If these events exceed the maximum size of a message, return only the first of them, but at least one.
         """
         found: list[msgspec.Raw] = []
         size, oldest = 0, self._oldest
         end = self.next if last is None else min(last + 1, self.next)
-        for event in islice(self._ring, first - oldest, end - oldest):
+        for event in islice(self.ring, first - oldest, end - oldest):
             size += len(event)
             if found and size > self._bounds.part_bytes:
                 break
@@ -281,9 +281,9 @@ class KvEventLedger:
         return found
 
     def _dump(self, now: float) -> bytes:
-        """Return the encoded first part of a recent or new dump. Frontends fetch the other parts with further requests."""
+        """Return the encoded first part of a recent dump, or of a new one. Frontends request the dump's other parts later."""
         self.tidy(now)
-        for snapshot in self._snapshots.values():
+        for snapshot in self.snapshots.values():
             if now - snapshot.at < self._bounds.shared_s and snapshot.next >= self._oldest:
                 return snapshot.part(0)
         self._prune()
@@ -292,12 +292,12 @@ class KvEventLedger:
         blocks, parents = list(self._parents), list(self._parents.values())
         new = _Snapshot(self.next, now, blocks, parents, tiers, holes, self._bounds.part_blocks)
         if new.parts > 1:
-            self._snapshots[new.next] = new
-            while len(self._snapshots) > self._bounds.dumps:
-                del self._snapshots[next(iter(self._snapshots))]
+            self.snapshots[new.next] = new
+            while len(self.snapshots) > self._bounds.dumps:
+                del self.snapshots[next(iter(self.snapshots))]
         return new.part(0)
 
     def tidy(self, now: float) -> None:
         """Drop the dumps that are older than `dump_s` at the loop time `now`."""
         oldest = now - self._bounds.dump_s
-        self._snapshots = {number: one for number, one in self._snapshots.items() if one.at >= oldest}
+        self.snapshots = {number: one for number, one in self.snapshots.items() if one.at >= oldest}

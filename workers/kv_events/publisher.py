@@ -1,8 +1,8 @@
 """Publishes the KV blocks that a worker's engine stores and removes, and lets frontends catch up.
 
-The events of 5 ms form one message per rank, which is sent over the worker's connection to the broker. Publishing never waits.
-If the broker is disconnected or too slow, events are dropped, and frontends detect the gap in the event ids. Every rank also
-publishes its next event id every 5 s, so that a gap is detected even if no further event is published.
+The events of one rank within 5 ms form one message, which is sent over the worker's connection to the broker. Publishing never
+waits. If the broker is disconnected or too slow, events are dropped, and frontends detect the gap in the event ids. Every rank
+also publishes its next event id every 5 s, so that a gap is detected even if no further event is published.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class KvPublisher:
         *,
         next_every_s: float = NEXT_EVERY_S,
     ) -> None:
-        """Build a publisher for a worker instance, which publishes on `connection` after `start`.
+        """Build a publisher for a worker instance. It publishes on `connection` after `start`.
 
         `bounds` apply to each rank. `next_every_s` is the interval in seconds at which ranks publish their next event id.
         """
@@ -56,7 +56,7 @@ class KvPublisher:
         self._muted: Callable[[], bool] = _never
         self._connection = connection
         self._client = connection.client
-        self._ledgers: dict[int, KvEventLedger] = {}
+        self.ledgers: dict[int, KvEventLedger] = {}  # by rank
         # events that wait for the next message: by rank, the id of the first event and the encoded events
         self._waiting: dict[int, tuple[int, list[bytes]]] = {}
         self._ranks = 1
@@ -73,27 +73,17 @@ class KvPublisher:
     @property
     def blocks(self) -> int:
         """Number of blocks in the engine's cache, over all ranks."""
-        return sum(map(len, self._ledgers.values()))
-
-    @property
-    def dumps(self) -> int:
-        """Number of dumps that are kept so that frontends can fetch their further parts, over all ranks."""
-        return sum(ledger.dumps for ledger in self._ledgers.values())
-
-    @property
-    def refused(self) -> int:
-        """Number of the engine's events that were not published because they contradicted earlier ones."""
-        return sum(ledger.refused for ledger in self._ledgers.values())
+        return sum(map(len, self.ledgers.values()))
 
     def start(self, ranks: int, muted: Callable[[], bool] | None = None) -> None:
-        """Start to publish for ranks 0 to `ranks` - 1. `muted` returns whether a rehearsed fault suppresses all messages."""
+        """Start to publish for ranks 0 to `ranks` - 1. `muted` returns whether an injected fault suppresses all messages."""
         self._ranks = ranks
         self._muted = muted or _never
         self._connection.listen(self._changed)
-        self.tell()
+        self.announce_next()
 
-    async def hear(self) -> None:
-        """Subscribe to frontends' requests, to answer them. Wait for the broker if it is not connected."""
+    async def subscribe(self) -> None:
+        """Subscribe to frontends' requests for missed events. If the broker is not connected, wait until it is."""
         subject = subjects.kv_ask(self.worker, self.instance)
         while True:
             try:
@@ -103,7 +93,10 @@ class KvPublisher:
                 await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """Stop publishing and answering, because frontends drop the blocks of a worker that has left."""
+        """Stop publishing events and answering requests.
+
+        When a worker has left, frontends drop its blocks, and so need no more events or answers from it.
+        """
         self._closed = True
         self._connection.unlisten(self._changed)
         for timer in (self._flush_timer, self._next_timer):
@@ -117,7 +110,7 @@ class KvPublisher:
     # --- events from the engine
 
     def announce(self, rank: int, events: Sequence[KvEvent]) -> None:
-        """Publish the KV events of an engine step of one rank, within 5 ms."""
+        """Publish the KV events of one engine step of `rank`, within 5 ms. May be called from any thread."""
         if threading.get_ident() == self._thread:
             self._publish_later(rank, events)
         else:
@@ -129,7 +122,7 @@ class KvPublisher:
         if not 0 <= rank < RANKS_MAX:  # the number may come from an upstream, which may send anything
             self.dropped += len(events)
             return
-        first, published = self._ledger(rank).say(events)
+        first, published = self._ledger(rank).record(events)
         if not published:
             return
         self._waiting.setdefault(rank, (first, []))[1].extend(published)
@@ -137,12 +130,12 @@ class KvPublisher:
             self._flush_timer = self._loop.call_later(FLUSH_S, self.flush)
 
     def _ledger(self, rank: int) -> KvEventLedger:
-        if rank not in self._ledgers:
-            self._ledgers[rank] = KvEventLedger(self._bounds)
-        return self._ledgers[rank]
+        if rank not in self.ledgers:
+            self.ledgers[rank] = KvEventLedger(self._bounds)
+        return self.ledgers[rank]
 
     def flush(self) -> None:
-        """Publish the waiting events at once, in messages of at most `part_bytes`."""
+        """Publish the waiting events at once, in messages of at most `LedgerBounds.part_bytes` bytes."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -167,7 +160,7 @@ class KvPublisher:
     def _write(self) -> None:
         """Schedule the write of posted messages to the broker.
 
-        The write follows the other callbacks that are ready, because a thousand workers may share the connection.
+        The write runs after the callbacks that are ready now, because a thousand workers may share the connection.
         """
         self._loop.call_soon(self._client.write)
 
@@ -176,13 +169,13 @@ class KvPublisher:
 
     # --- gap detection by frontends
 
-    def tell(self) -> None:
+    def announce_next(self) -> None:
         """Publish the next event id of each rank, and schedule the next publication in `next_every_s` seconds."""
         if self._next_timer is not None:
             self._next_timer.cancel()
         now = self._loop.time()
         slot = math.ceil((now + self._next_every_s) / SLOT_S)
-        self._next_timer = self._loop.call_at(slot * SLOT_S, self.tell)
+        self._next_timer = self._loop.call_at(slot * SLOT_S, self.announce_next)
         for rank in range(self._ranks):
             ledger = self._ledger(rank)
             ledger.tidy(now)
@@ -192,7 +185,7 @@ class KvPublisher:
 
     def _changed(self, connected: bool) -> None:
         if connected and self._next_timer is not None:
-            self.tell()
+            self.announce_next()
 
     def _asked(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
         if not reply or self._muted():

@@ -5,9 +5,9 @@ A reservation states how many bytes a source may write, and until when:
     reserve ──▶ open ── every chunk marked, tokens agree ──▶ committed ── the engine has copied it ──▶ (gone)
                  └───────────── abort, deadline ─────────────────┴───────────────────────────────────▶ (gone)
 
-The ledger has neither sockets nor memory, and its callers pass the time. A call that refuses a message changes nothing, and its
-caller must abort the reservation. Every call that ends a reservation returns that reservation, so that the caller can free its
-resources.
+The ledger uses neither sockets nor memory regions, and its callers pass the current time. A call that refuses a message raises
+TransferFailed and changes nothing. The caller must then abort the reservation. Every call that ends a reservation returns that
+reservation, so that the caller can free the reservation's resources.
 
 Chunks may arrive in any order and more than once. Adjacent chunks are merged into one interval of bytes, so that chunks which
 arrive in order leave a single interval.
@@ -26,7 +26,7 @@ from workers.kv_transfer.messages import (
     Ending,
     KvChunk,
     Open,
-    TransferRefused,
+    TransferFailed,
     digest,
     packed,
 )
@@ -59,11 +59,11 @@ class Coverage:
         return self._ends[0] if self._begins and self._begins[0] == 0 else 0
 
     def repeated(self, chunk: KvChunk) -> bool:
-        """Return whether an equal chunk is already marked."""
+        """Return whether `mark` has already recorded an equal chunk."""
         return self._chunks.get(chunk.number) == chunk
 
     def objection(self, chunk: KvChunk) -> str:
-        """Return why a chunk that is not repeated must be refused; empty if it can be marked."""
+        """Return why a chunk must be refused; empty if it is acceptable. Call this only if `repeated` returns False."""
         where = f"chunk {chunk.number}"
         if chunk.number in self._chunks:
             return f"{where} arrived twice with different contents"
@@ -82,7 +82,7 @@ class Coverage:
         return ""
 
     def mark(self, chunk: KvChunk) -> None:
-        """Record a verified chunk that has no `objection`."""
+        """Record a verified chunk. `objection` must have returned no reason to refuse the chunk."""
         begin, end = chunk.offset, chunk.offset + chunk.bytes
         self._chunks[chunk.number] = chunk
         self.bytes += chunk.bytes
@@ -122,7 +122,7 @@ class KvReservation:
     ending: Ending | None = field(default=None, repr=False)  # None until the reservation is committed
 
     def need(self, computed: int) -> int:
-        """Return the number of bytes that must arrive so that the target has the KV of `computed` tokens."""
+        """Return how many bytes the source must send: the blocks of `computed` tokens without those that the target has."""
         return max(0, self.own.blocks(computed) - self.first_block) * self.own.block_bytes
 
 
@@ -135,7 +135,10 @@ class TransferReservations:
         policy: ReservationPolicy,
         name: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
-        """Accept only blocks of the descriptions in `own`, which has one for each shard. `name` creates unique tickets."""
+        """Accept only KV blocks of the formats in `own`, one for each shard.
+
+        `name` returns a new ticket, the id of a reservation.
+        """
         self._own = {one.rank: one for one in own}
         self._policy = policy
         self._name = name
@@ -160,96 +163,85 @@ class TransferReservations:
         tokens: Sequence[int],
         now_s: float,
         first_block: int = 0,
-    ) -> KvReservation | TransferRefused:
-        """Reserve `blocks` KV blocks of one shard for a request, starting at block `first_block` of its sequence.
+    ) -> KvReservation:
+        """Reserve `blocks` KV blocks of one shard for a request, starting at block `first_block` of the request's sequence.
 
-        `tokens` are the request's tokens so far, and the arriving sequence must begin with them. `now_s` is the time in
-        seconds of any monotonic clock. Return a refusal if the format differs or a limit is exceeded.
+        `tokens` are the request's tokens so far, and the arriving sequence must begin with them. `now_s` is the time in seconds
+        of any monotonic clock. Raise TransferFailed if the format differs or a limit is exceeded.
         """
         own = self._own.get(description.rank)
         if own is None:
-            return TransferRefused(
+            raise TransferFailed(
                 f"another model: rank is {description.rank} there, which does not exist here"
             )
         if differs := own.difference(description):
-            return TransferRefused(f"another model: {differs}")
+            raise TransferFailed(f"another model: {differs}")
         if blocks < 1 or first_block < 0:
-            return TransferRefused(f"cannot reserve {blocks} blocks from block {first_block} on")
+            raise TransferFailed(f"cannot reserve {blocks} blocks from block {first_block} on")
         if sum(one.own is own for one in self._live.values()) >= self._policy.live_max:
-            return TransferRefused(f"too many at once: {self._policy.live_max} reservations are live")
+            raise TransferFailed(f"too many at once: {self._policy.live_max} reservations are live")
         need = blocks * own.block_bytes
         if need > (free := self._policy.bytes_max - self.bytes):
-            return TransferRefused(f"no room: {need} bytes requested, {free} free")
+            raise TransferFailed(f"no room: {need} bytes requested, {free} free")
         try:
             so_far = packed(tokens)
         except (OverflowError, TypeError):
-            return TransferRefused("the tokens are not token ids")
+            raise TransferFailed("the tokens are not token ids") from None
+        deadline_s, known = now_s + self._policy.lasts.total_seconds(), digest(so_far)
         made = KvReservation(
-            self._name(),
-            need,
-            now_s + self._policy.lasts.total_seconds(),
-            Coverage(need),
-            len(tokens),
-            digest(so_far),
-            own,
-            first_block,
+            self._name(), need, deadline_s, Coverage(need), len(tokens), known, own, first_block
         )
         self._live[made.ticket] = made
         return made
 
-    def open(self, message: Open, now_s: float) -> KvReservation | TransferRefused:
-        """Open a reservation for its source, and return it. A reservation can be opened only once."""
+    def open(self, message: Open, now_s: float) -> KvReservation:
+        """Record that a source uses the reservation that `message` names, and return the reservation.
+
+        Raise TransferFailed if the versions or formats differ, if the reservation already has a source, or if the reservation
+        has ended.
+        """
         found = self._find_open(message.ticket, now_s)
-        if isinstance(found, TransferRefused):
-            return found
         if message.version != VERSION:
-            return TransferRefused(f"version {message.version} of the transfer is not supported here")
+            raise TransferFailed(f"version {message.version} of the transfer is not supported here")
         if differs := found.own.difference(message.description):
-            return TransferRefused(f"another model: {differs}")
+            raise TransferFailed(f"another model: {differs}")
         if found.opened:
-            return TransferRefused("this reservation has a source already")
+            raise TransferFailed("this reservation has a source already")
         found.opened = True
         return found
 
-    def check(self, ticket: str, chunk: KvChunk, now_s: float) -> bool | TransferRefused:
-        """Check a chunk that arrives for the reservation `ticket`.
+    def check(self, ticket: str, chunk: KvChunk, now_s: float) -> bool:
+        """Return whether the reservation `ticket` still needs a chunk; False if an equal chunk is already recorded.
 
-        Return True if the chunk is needed, False if an equal chunk is already marked, or a refusal if the chunk is invalid.
+        Raise TransferFailed if the chunk is invalid.
         """
         found = self._find_open(ticket, now_s)
-        if isinstance(found, TransferRefused):
-            return found
         if chunk.ticket != ticket:
-            return TransferRefused(f"chunk {chunk.number} belongs to another ticket")
+            raise TransferFailed(f"chunk {chunk.number} belongs to another ticket")
         if found.coverage.repeated(chunk):
             return False
-        objection = found.coverage.objection(chunk)
-        return TransferRefused(objection) if objection else True
+        if objection := found.coverage.objection(chunk):
+            raise TransferFailed(objection)
+        return True
 
-    def mark(self, ticket: str, chunk: KvChunk, xxh3: int, now_s: float) -> TransferRefused | None:
-        """Record a chunk after its bytes have arrived; return a refusal if the chunk is invalid or damaged, else None.
+    def mark(self, ticket: str, chunk: KvChunk, xxh3: int, now_s: float) -> None:
+        """Record a chunk after its bytes have arrived. Raise TransferFailed if the chunk is invalid or damaged.
 
         `xxh3` is the xxh3-64 of the chunk's bytes in the region. An equal chunk that is already marked changes nothing.
         """
-        needed = self.check(ticket, chunk, now_s)
-        if isinstance(needed, TransferRefused):
-            return needed
-        if needed and xxh3 != chunk.xxh3:
-            return TransferRefused(f"chunk {chunk.number} is damaged: its checksum differs")
-        if needed:
+        if self.check(ticket, chunk, now_s):
+            if xxh3 != chunk.xxh3:
+                raise TransferFailed(f"chunk {chunk.number} is damaged: its checksum differs")
             self._live[ticket].coverage.mark(chunk)
-        return None
 
-    def commit(self, ticket: str, ending: Ending, now_s: float) -> KvReservation | TransferRefused:
-        """Commit a reservation, and return it.
+    def commit(self, ticket: str, ending: Ending, now_s: float) -> KvReservation:
+        """Commit a reservation if its transfer is complete, and return the reservation.
 
-        Return a refusal instead if bytes are missing, or if the tokens of `ending` do not continue those of the reservation.
+        Raise TransferFailed if bytes are missing, or if the tokens of `ending` do not continue those of the reservation.
         """
         found = self._find_open(ticket, now_s)
-        if isinstance(found, TransferRefused):
-            return found
         if objection := self._commit_objection(found, ending):
-            return TransferRefused(objection)
+            raise TransferFailed(objection)
         found.ending = ending
         return found
 
@@ -270,18 +262,18 @@ class TransferReservations:
             return f"not all arrived: {arrived}, in {one.coverage.count} of {ending.chunks} chunks"
         return ""
 
-    def _find_open(self, ticket: str, now_s: float) -> KvReservation | TransferRefused:
+    def _find_open(self, ticket: str, now_s: float) -> KvReservation:
         found = self._live.get(ticket)
         if found is None:
-            return TransferRefused("the reservation does not exist, or has ended")
+            raise TransferFailed("the reservation does not exist, or has ended")
         if found.deadline_s <= now_s:
-            return TransferRefused("the reservation's deadline has passed")
+            raise TransferFailed("the reservation's deadline has passed")
         if found.ending is not None:
-            return TransferRefused("the reservation is committed already")
+            raise TransferFailed("the reservation is committed already")
         return found
 
     def abort(self, ticket: str) -> KvReservation | None:
-        """End a reservation in any state, also after the engine has taken its bytes.
+        """End a reservation in any state, even after the engine has copied the bytes.
 
         Return the reservation; None if it has already ended.
         """

@@ -1,7 +1,7 @@
 """The messages between source and target of a KV transfer, and the grant that the target issues first.
 
     source ── Open ──▶ target                    ── Opened ──▶ source       if both know the fleet's key
-    source ── Chunk, Chunk, … ──▶ target         on a socket, followed by its bytes; in shared memory, they are in place
+    source ── Chunk, Chunk, … ──▶ target         each followed by its bytes, except with shared memory
     source ── Ending ──▶ target                  ── Accepted or Refused ──▶ source
 
 Refused may arrive at any time and ends the transfer. A connection that closes before Accepted ends the transfer too.
@@ -94,7 +94,7 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
 class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
     """The source's first message, which opens its reservation.
 
-    If `shared` is true, the source writes into the region directly, and chunks are not followed by bytes on the socket.
+    If `shared` is true, the source writes into the region directly, and no bytes follow a chunk's message on the socket.
     """
 
     ticket: str
@@ -107,7 +107,7 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
-    """The target's answer to `Open`, which proves that the target knows the fleet's key. Not sent in a fleet without a key."""
+    """The target's answer to `Open`. It proves that the target knows the fleet's key, and is not sent without a key."""
 
     proof: bytes
 
@@ -115,7 +115,7 @@ class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
 class KvChunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
     """One chunk of KV blocks, which belongs at `offset` of the region and has the checksum `xxh3` (xxh3-64).
 
-    Its `bytes` bytes follow on the socket, unless the source has written them into the region directly.
+    The chunk's content, of `bytes` bytes, follows on the socket, unless the source has written it into the region directly.
     """
 
     ticket: str
@@ -141,7 +141,7 @@ class Ending(msgspec.Struct, tag="end", array_like=True, frozen=True):
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
-    """The target's last message after it has committed: every chunk has arrived and is verified, and the tokens agree."""
+    """The target's last message, after its commit: all chunks are verified, and the tokens match the reservation."""
 
     ticket: str
 
@@ -183,7 +183,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
 
 
 def framed(message: Message) -> bytes:
-    """Encode a message as a frame. Raise TransferFailed if the message is longer than FRAME_BYTES_MAX."""
+    """Encode a message as a frame. Raise TransferFailed if the message has more than 8 MiB (FRAME_BYTES_MAX)."""
     body = _encoder.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise TransferFailed(f"a message of {len(body)} bytes is longer than {FRAME_BYTES_MAX}")
@@ -202,7 +202,7 @@ class TransferSocket:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message, payload: memoryview | None = None) -> None:
-        """Send a message and its payload. Raise TransferFailed."""
+        """Send a message and its payload. Raise TransferFailed if the connection breaks or the deadline passes first."""
         frame = framed(message)
         try:
             self._socket.settimeout(self._left_s())
@@ -214,7 +214,10 @@ class TransferSocket:
             raise _broken(error) from error
 
     def receive(self) -> Message:
-        """Return the next message. Raise TransferFailed if it is damaged, the connection ended or the deadline has passed."""
+        """Return the next message.
+
+        Raise TransferFailed if the message is damaged, if the connection has ended, or if the deadline has passed.
+        """
         header = bytearray(_HEADER.size)
         self.fill(memoryview(header))
         length, xxh3 = _HEADER.unpack(header)
@@ -230,7 +233,7 @@ class TransferSocket:
             raise TransferFailed(f"not a message of a KV transfer: {error}") from error
 
     def fill(self, view: memoryview) -> None:
-        """Receive bytes until `view` is full. Raise TransferFailed if the connection ends or the deadline passes before."""
+        """Receive bytes until `view` is full. Raise TransferFailed if the connection ends or the deadline passes first."""
         done = 0
         while done < len(view):
             try:
@@ -251,16 +254,16 @@ class TransferSocket:
     def break_off(self, how: int = socket.SHUT_RDWR) -> None:
         """Shut the socket down, so that a call that waits on it fails. May be called from any thread.
 
-        With SHUT_RD for `how`, a last message can still be sent to the peer.
+        If `how` is SHUT_RD, this process can still send a last message to the peer.
         """
         with contextlib.suppress(OSError):  # the connection may have ended already
             self._socket.shutdown(how)
 
     def close(self, last: Message | None = None, patience_s: float = 0.5) -> None:
-        """Send the message `last`, if any, and close the socket.
+        """Send the message `last`, if any, and then close the socket.
 
-        Before that, read and discard what the peer still sends, for at most `patience_s` seconds. If unread data were left, the
-        kernel would reset the connection, and the peer might lose the last message.
+        After sending `last`, read and discard what the peer still sends, for at most `patience_s` seconds in all. If unread
+        data were left at the close, the kernel would reset the connection, and the peer might lose the last message.
         """
         try:
             if last is not None:
@@ -287,39 +290,39 @@ def _broken(error: OSError) -> TransferFailed:
 
 
 class Remote(Protocol):
-    """Write access to a region of another worker."""
+    """Write access to a memory region of another worker."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` at this offset of the region, and return when all of it has arrived. Raise TransferFailed."""
-        ...
+        """Write `data` at this offset of the region, and return when all of `data` has arrived.
+
+        Raise TransferFailed if the data cannot arrive.
+        """
 
     def break_off(self) -> None:
-        """Make a running write fail soon, without waiting for that. May be called from any thread."""
-        ...
+        """Make a running write fail soon, and return at once. May be called from any thread."""
 
     def close(self) -> None:
         """End the write access. May be called more than once."""
-        ...
 
 
 class Transport(Protocol):
-    """The interface of a transport, which writes KV blocks into other workers' regions without a socket. Thread-safe.
+    """The interface of a transport, which writes KV blocks into other workers' regions without a socket.
 
-    On one host, a source without a transport maps the region's file. A transport writes over a network or into the memory of
-    another device. The target encodes an offer of its region in the grant, and the source uses the offer to write. Messages and
-    checksums are the same with a transport, because the target verifies the bytes by each chunk's xxh3.
+    A transport is thread-safe. It writes over a network or into the memory of another device. The target's grant contains an
+    encoded offer of the region, and the source writes by that offer. A transport does not change the messages: the target still
+    verifies each chunk by its xxh3 checksum. Without a transport, a source on the target's host maps the region's file.
     """
 
     name: str
 
     def offer(self, memory: memoryview) -> bytes:
-        """Allow sources to write into `memory`, and return the encoded offer. Raise TransferFailed."""
-        ...
+        """Allow sources to write into `memory`, and return the encoded offer. Raise TransferFailed if the transport fails."""
 
     def withdraw(self, memory: memoryview, quiet: bool) -> None:
         """End the offer of `memory`. `quiet` is true if the source has finished writing, so that no late bytes can arrive."""
-        ...
 
     def remote(self, offer: bytes, deadline_s: float) -> Remote:
-        """Return write access to the region of this encoded offer, until `deadline_s` (time.monotonic). Raise TransferFailed."""
-        ...
+        """Return write access to the region of this encoded offer, until `deadline_s` (time.monotonic).
+
+        Raise TransferFailed if the offer is invalid or the region cannot be reached.
+        """

@@ -5,8 +5,9 @@ This is the only module that uses NIXL, an optional dependency (extra `[nixl]`).
 - A NIXL agent serves one thread at a time, and no thread may wait for another thread's transfer.
 - Memory must be registered with NIXL at the source and at the target. The source copies data into a registered buffer first.
 - The state of a transfer must be polled.
-- An aborted transfer continues for a while. UCX still reads the source's buffer, and over TCP it writes late bytes to the
-  target's address, even if that memory is no longer registered. If the memory were unmapped, the process would crash.
+- An aborted transfer continues for a while: UCX, the library below NIXL, still reads the source's buffer. Over TCP, UCX also
+  writes late bytes into the target's memory, even after that memory was deregistered. If the target had unmapped the memory,
+  its process would crash.
 """
 
 import threading
@@ -40,7 +41,7 @@ class Nixl:
     name = "nixl"
 
     def __init__(self, worker: str) -> None:
-        """Start the agent under the name `worker`. Loading the library takes seconds. Raise NoNixl if it is not installed."""
+        """Start a NIXL agent with the name `worker`. Loading NIXL takes seconds. Raise NoNixl if NIXL is not installed."""
         try:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
@@ -51,16 +52,11 @@ class Nixl:
         # Memory of ended reservations that a source may still write to, oldest first. The oldest is unmapped when more than
         # STILL_WRITABLE_MAX are kept, because its source has had enough time to end.
         self._still_writable: deque[memoryview] = deque(maxlen=STILL_WRITABLE_MAX)
-        self._unfinished: list[NixlRemote] = []  # aborted transfers that may still read their buffers
+        self.unfinished: list[NixlRemote] = []  # aborted transfers that may still read their buffers
         self.lock = threading.RLock()  # held around every call of the library, also by `NixlRemote`
 
-    @property
-    def unfinished(self) -> int:
-        """Number of aborted transfers that may still read their buffers."""
-        return len(self._unfinished)
-
     def offer(self, memory: memoryview) -> bytes:
-        """Register memory so that sources can write into it; return the encoded offer. Raise TransferFailed."""
+        """Register memory so that sources can write into it; return the encoded offer. Raise TransferFailed if NIXL fails."""
         address = _address(memory)
         with self.lock, _failing():
             self._registered[address] = self.register(address, len(memory))
@@ -74,13 +70,16 @@ class Nixl:
                 self.deregister(registered)
 
     def remote(self, offer: bytes, deadline_s: float) -> "NixlRemote":
-        """Return write access to the memory that a target offers, until `deadline_s` (time.monotonic). Raise TransferFailed."""
+        """Return write access to the memory that a target offers, until `deadline_s` (time.monotonic).
+
+        Raise TransferFailed if the offer is invalid or NIXL fails.
+        """
         try:
             known = msgspec.msgpack.decode(offer, type=_Offer)
         except msgspec.MsgspecError as error:
             raise TransferFailed(f"the target's memory offer is not a NIXL offer: {error}") from error
         with self.lock, _failing():
-            self._unfinished = [one for one in self._unfinished if not self._deregister_if_over(one)]
+            self.unfinished = [one for one in self.unfinished if not self._deregister_if_over(one)]
             peer = self._agent.add_remote_agent(known.agent)
         return NixlRemote(self, peer, known.address, deadline_s)
 
@@ -92,7 +91,7 @@ class Nixl:
         return True
 
     def register(self, address: int, size: int) -> object:
-        """Register memory, so that NIXL can read and write it, and return the registration. Errors of NIXL are not converted."""
+        """Register memory, so that NIXL can read and write it, and return the registration. Raise NIXL's errors unchanged."""
         return self._agent.register_memory([(address, size, 0, "")], mem_type="DRAM")
 
     def deregister(self, registered: object) -> None:
@@ -100,13 +99,16 @@ class Nixl:
         self._agent.deregister_memory(registered)
 
     def give_up(self, remote: "NixlRemote") -> None:
-        """Keep the buffer of `remote` registered until its aborted transfer, which is still running, has ended."""
-        self._unfinished.append(remote)
+        """Keep the buffer of `remote` registered, because the aborted transfer from it is still running.
+
+        A later call of `Nixl.remote` deregisters the buffer once the transfer has ended.
+        """
+        self.unfinished.append(remote)
 
     def begin_write(self, source: int, peer: object, target: int, size: int) -> object:
         """Start to write `size` bytes from the address `source` to the address `target` of the agent `peer`.
 
-        Return the handle of the transfer. Raise TransferFailed.
+        Return the handle of the transfer. Raise TransferFailed if NIXL fails.
         """
         with self.lock, _failing():
             ours = self._agent.get_xfer_descs([(source, size, 0)], mem_type="DRAM")
@@ -116,7 +118,7 @@ class Nixl:
             return handle
 
     def state(self, handle: object) -> str:
-        """Return the state of a transfer: PROC (running), DONE or ERR. A transfer that is over is also released."""
+        """Return the state of a transfer: PROC (running), DONE or ERR. Release the transfer if it is over."""
         with self.lock:
             try:
                 state: str = self._agent.check_xfer_state(handle)
@@ -129,7 +131,7 @@ class Nixl:
 
 
 class NixlRemote:
-    """The `Remote` that uses NIXL: writes into a region of another agent, through a registered buffer of this process."""
+    """The `Remote` that uses NIXL. NIXL writes to another agent's memory, from a registered buffer of this process."""
 
     def __init__(self, nixl: Nixl, peer: object, address: int, deadline_s: float) -> None:
         """Prepare to write to memory of the agent `peer` that starts at `address`, until `deadline_s` (time.monotonic)."""
@@ -146,7 +148,10 @@ class NixlRemote:
             self.registered: object = nixl.register(self._own, CHUNK_BYTES)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` at this offset of the region, and return when it has arrived. Raise TransferFailed."""
+        """Write `data` at this offset of the region, and return when all of it has arrived.
+
+        Raise TransferFailed if the transfer fails or the deadline passes first.
+        """
         with self._lock:
             if self.registered is None or self.handle is not None:
                 raise TransferFailed("the transfer is not open")
@@ -164,11 +169,8 @@ class NixlRemote:
         self._broken = True
 
     def close(self) -> None:
-        with (
-            self._lock,
-            self._nixl.lock,
-            _failing(),
-        ):  # the agent's lock too, because deregistering calls the library
+        # the agent's lock too, because deregistering calls the library
+        with self._lock, self._nixl.lock, _failing():
             registered, self.registered = self.registered, None
             if registered is None:
                 return
@@ -180,7 +182,7 @@ class NixlRemote:
 
 
 class _failing:
-    """Context manager that converts any error of NIXL, which has no common base class, into TransferFailed."""
+    """Context manager that converts any error of NIXL into TransferFailed. NIXL's errors have no common base class."""
 
     def __enter__(self) -> None:
         pass

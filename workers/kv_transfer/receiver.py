@@ -4,15 +4,16 @@
         socket                         where sources on this host connect
         0, 1, 2, …                     one file per region; a name is never reused
 
-Source and target map the same file of a region. A new file costs both processes a page fault per 4 KiB, which limits a transfer
-to 2 to 4 GB/s instead of 15 GB/s (measured). Regions are therefore kept for the next transfer, up to `spare_bytes_max` bytes,
-but only if their source has finished writing. If a reservation ends before that, its region is unlinked and not reused, because
-a slow source may still write into the memory.
+Source and target map the same file of a region. A new file costs both processes a page fault per 4 KiB. These faults limit a
+transfer to 2 to 4 GB/s instead of 15 GB/s (measured). Regions are therefore kept for the next transfer, up to `spare_bytes_max`
+bytes. If a reservation ends before its source has finished writing, the region is unlinked and not reused, because the source
+may still write into it.
 
 If /dev/shm does not exist or has no space, a region is plain memory, and its bytes arrive over the socket.
 
-One thread for each listening socket accepts connections, ends expired reservations and frees memory. Each connection has its
-own thread. Every wait has a deadline, which is `OPEN_S` until the source has sent its ticket, and the reservation's after that.
+One thread for each listening socket accepts connections, ends expired reservations and frees memory. Each connection has its own
+thread. Every wait has a deadline. A source must send its ticket within 2 s (`OPEN_S`) after its connection was accepted. Once
+the ticket has arrived, the reservation's deadline applies.
 """
 
 import asyncio
@@ -32,7 +33,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
 
 import xxhash
 
@@ -66,11 +66,10 @@ SPARES_MAX = 16  # maximum number of kept regions, each of which has a file desc
 OPEN_S = 2.0
 TICK_S = 0.1
 STOP_S = 5.0
-T = TypeVar("T")
 
 
 class Region:
-    """The mapped memory of one reservation. `path` is the region's file; empty for memory of this process alone."""
+    """The mapped memory of one reservation. `path` is the region's file; empty if the memory belongs to this process only."""
 
     def __init__(self, mapped: mmap.mmap, path: str = "") -> None:
         """Take ownership of the mapping `mapped`."""
@@ -82,7 +81,7 @@ class Region:
     def empty(self) -> None:
         """Return the region's memory to the kernel, even while other processes still map it.
 
-        This takes 0.1 to 0.3 s per gigabyte. Without this call, the process that unmaps the region last would take that time.
+        This takes 0.1 to 0.3 s per gigabyte. Without this call, the last process to unmap the region would need that time.
         """
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # not supported by every file system
@@ -97,14 +96,15 @@ class Regions:
     ) -> None:
         """Create and lock the instance's directory below `root`. If `root` is None, all regions are plain memory.
 
-        Raise RegionTaken if a live process has locked the directory, and OSError if it cannot be created.
+        Raise ValueError for an invalid instance name, RegionTaken if a live process has locked the directory, and OSError if
+        the directory cannot be created.
         """
         if not NAME.fullmatch(instance):
             raise ValueError(
                 f"invalid instance name {instance!r}: expected 1 to 64 letters, digits, dots, dashes, underscores"
             )
         self._spare_bytes_max = spare_bytes_max
-        self._spares: list[Region] = []
+        self.spares: list[Region] = []  # regions that are kept for the next transfer
         self._numbers = itertools.count()
         self._held: int | None = None
         self.folder: Path | None = None
@@ -117,17 +117,12 @@ class Regions:
         """Path of the Unix socket for sources of this host; empty if the instance has no directory."""
         return str(self.folder / "socket") if self.folder else ""
 
-    @property
-    def kept(self) -> list[str]:
-        """The paths of the regions that are kept for the next transfer."""
-        return [spare.path for spare in self._spares]
-
     def take(self, size: int) -> Region:
-        """Return a kept or new region of at least `size` bytes. Raise OSError if no memory can be allocated."""
-        for spare in sorted(self._spares, key=lambda one: one.size):
+        """Return a reused or new region of at least `size` bytes. Raise OSError if no memory can be allocated."""
+        for spare in sorted(self.spares, key=lambda one: one.size):
             if size <= spare.size <= 2 * size:
                 with contextlib.suppress(ValueError):  # another thread has removed this region first
-                    self._spares.remove(spare)
+                    self.spares.remove(spare)
                     return spare
         if self.folder is not None and self._held is not None:
             with contextlib.suppress(OSError):  # no space left, as in containers with a small /dev/shm
@@ -145,30 +140,29 @@ class Regions:
             raise
         finally:
             os.close(held)
-            if (
-                self._held is None
-            ):  # `close` ran meanwhile and may have left the directory because of this file
+            # `close` ran meanwhile and may have left the directory because of this file
+            if self._held is None:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
     def give_back(self, region: Region, quiet: bool) -> Region | None:
         """Keep a region for the next transfer, or unlink it if it cannot be reused.
 
         `quiet` is true if the source has finished writing and this process no longer reads the region. Return the region that
-        the caller must `empty`, which may be an older one; None if all regions are kept.
+        the caller must `empty`: `region` itself, or an older region that `region` replaces. Return None if all are kept.
         """
-        kept = sum(one.size for one in self._spares)
+        kept = sum(one.size for one in self.spares)
         if quiet and region.path and kept + region.size <= self._spare_bytes_max and self._held is not None:
-            self._spares.append(region)
-            if len(self._spares) <= SPARES_MAX:
+            self.spares.append(region)
+            if len(self.spares) <= SPARES_MAX:
                 return None
-            region = self._spares.pop(0)
+            region = self.spares.pop(0)
         if region.path:
             Path(region.path).unlink(missing_ok=True)
         return region
 
     def close(self) -> None:
         """Remove the instance's directory with all its files. Mapped regions keep their memory until they are unmapped."""
-        self._spares.clear()
+        self.spares.clear()
         held, self._held = self._held, None  # first, because another thread may close at the same time
         if self.folder is not None and held is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -178,7 +172,7 @@ class Regions:
 def _claim(folder: Path) -> int:
     """Create the directory, lock it, and return the descriptor that holds the lock.
 
-    If another process sweeps the directory before it is locked, try again. Raise RegionTaken if a live process has locked it.
+    If another process removes the directory before it is locked, try again. Raise RegionTaken if a live process has locked it.
     """
     for _ in range(CLAIM_TRIES):
         _sweep(folder)
@@ -198,7 +192,7 @@ def _claim(folder: Path) -> int:
 
 
 def _lock_folder(folder: Path) -> int | None:
-    """Lock a directory without waiting, and return the descriptor; None if it does not exist or is already locked."""
+    """Lock a directory without waiting, and return its descriptor; None if it does not exist or is already locked."""
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -231,7 +225,7 @@ def sweep(root: Path = ROOT) -> list[str]:
 
 
 class ArrivalProgress:
-    """An event on the running loop that the receiver's threads set when more bytes of a transfer have arrived."""
+    """An asyncio event that the receiver's threads set when more bytes of a transfer have arrived."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -243,7 +237,7 @@ class ArrivalProgress:
             self._loop.call_soon_threadsafe(self._more.set)
 
     def settled(self, _: object) -> None:
-        """Set the event once the transfer is over. Called on the loop, as a callback of a future."""
+        """Set the event when the transfer is over. The future of the transfer's result calls this method on the loop."""
         self._more.set()
 
     async def wait(self) -> None:
@@ -272,7 +266,7 @@ class Arrived:
 
 @dataclass(slots=True)
 class _ReservedRoom:
-    """The region, the connection and the result of a live reservation. The ledger has its limits and deadline."""
+    """The region, connection and result of a live reservation. `TransferReservations` has the reservation's size and deadline."""
 
     ticket: str
     region: Region
@@ -344,28 +338,27 @@ class Receiver:
 
     @property
     def live(self) -> int:
-        """Number of reservations that have not ended or still hold memory."""
+        """Number of reservations that are live or still hold memory."""
         with self._lock:
             return max(len(self._ledger), len(self._rooms))
 
     def reserve(
         self, description: Description, blocks: int, tokens: Sequence[int] = (), first_block: int = 0
-    ) -> Grant | TransferRefused:
-        """Reserve memory for `blocks` KV blocks of a request, starting at block `first_block` of its sequence.
+    ) -> Grant:
+        """Reserve memory for `blocks` KV blocks of a request, starting at block `first_block` of the request's sequence.
 
-        `tokens` are the request's tokens so far. Return the grant for the source, or a refusal with its reason.
+        `tokens` are the request's tokens so far. Return the grant for the source. Raise TransferFailed with the reason if the
+        reservation is refused.
         """
         with self._lock:
             self._expire()
             made = self._ledger.reserve(description, blocks, tokens, time.monotonic(), first_block)
-        if isinstance(made, TransferRefused):
-            return made
         try:
             region = self.regions.take(made.size)
         except OSError as error:
             with self._lock:
                 self._ledger.abort(made.ticket)
-            return TransferRefused(f"no room: {error}")
+            raise TransferFailed(f"no room: {error}") from error
         try:
             offer = self._transport.offer(region.memory) if self._transport is not None else b""
         except TransferFailed:  # without an offer, sources send over the socket
@@ -374,7 +367,7 @@ class Receiver:
             if self._stopped.is_set() or self._ledger.get(made.ticket) is None:
                 self._withdraw(region, quiet=True)
                 self._give_back(region, quiet=True)
-                return TransferRefused("the reservation's deadline has passed")
+                raise TransferFailed("the reservation's deadline has passed")
             self._rooms[made.ticket] = room = _ReservedRoom(made.ticket, region, Future())
             room.arrival.set_running_or_notify_cancel()  # from now on, the future cannot be cancelled
         left_s = made.deadline_s - time.monotonic()
@@ -383,7 +376,7 @@ class Receiver:
         )
 
     def arrival(self, ticket: str) -> "Future[Arrived | TransferRefused]":
-        """Return the future of a reservation's result. The future completes soon after the reservation's deadline or before."""
+        """Return a future with a reservation's result. It completes soon after the reservation's deadline at the latest."""
         with self._lock:
             if (room := self._rooms.get(ticket)) is not None:
                 return room.arrival
@@ -392,7 +385,7 @@ class Receiver:
         return gone
 
     def received(self, ticket: str) -> memoryview:
-        """Return the verified bytes from the first block up to the first gap, which an engine may already copy.
+        """Return the verified bytes from the first block up to the first gap. An engine may already copy these bytes.
 
         The result is empty if the reservation has ended.
         """
@@ -401,7 +394,7 @@ class Receiver:
             return room.region.memory[: found.coverage.prefix] if found and room else memoryview(b"")
 
     def watch(self, ticket: str, progress: ArrivalProgress) -> None:
-        """Set `progress` whenever more bytes of a reservation are verified after this call."""
+        """From this call on, set `progress` whenever more bytes of the reservation `ticket` are verified."""
         with self._lock:
             if (room := self._rooms.get(ticket)) is not None:
                 room.progress = progress
@@ -433,7 +426,7 @@ class Receiver:
         self.regions.close()
 
     def _free(self, ended: KvReservation | None, why: str, read: bool) -> None:
-        """Free the resources of a reservation that the ledger has ended. None is ignored.
+        """Free the resources of `ended`, a reservation that the ledger has ended. If `ended` is None, do nothing.
 
         `read` is true if an engine may still read the reservation's memory, which must then not be reused.
         """
@@ -453,7 +446,10 @@ class Receiver:
             self._to_empty.append(gone)
 
     def _empty(self) -> None:
-        """Return the memory of unlinked regions to the kernel. Call this without the lock, for which an event loop may wait."""
+        """Return the memory of unlinked regions to the kernel.
+
+        The caller must not hold the lock, because an event loop may be waiting for the lock.
+        """
         with contextlib.suppress(IndexError):
             while True:
                 self._to_empty.popleft().empty()
@@ -515,7 +511,7 @@ class Receiver:
         if self._key is not None and not self._key.proves(message.proof, "source", ticket, message.nonce):
             raise TransferFailed("the source does not have this fleet's key")
         with self._lock:
-            found = _or_fail(self._ledger.open(message, time.monotonic()))
+            found = self._ledger.open(message, time.monotonic())
             room = self._rooms[message.ticket]
             room.connection, room.shared = connection, message.shared
             connection.deadline_s = found.deadline_s
@@ -535,7 +531,7 @@ class Receiver:
 
     def _chunk(self, connection: TransferSocket, room: _ReservedRoom, chunk: KvChunk) -> None:
         with self._lock:
-            needed = _or_fail(self._ledger.check(room.ticket, chunk, time.monotonic()))
+            needed = self._ledger.check(room.ticket, chunk, time.monotonic())
         if not needed:
             if not room.shared:
                 connection.fill(memoryview(bytearray(chunk.bytes)))
@@ -545,20 +541,14 @@ class Receiver:
             connection.fill(view)
         xxh3 = xxhash.xxh3_64_intdigest(view)
         with self._lock:
-            _or_fail(self._ledger.mark(room.ticket, chunk, xxh3, time.monotonic()))
+            self._ledger.mark(room.ticket, chunk, xxh3, time.monotonic())
         if room.progress is not None:
             room.progress.set()
 
     def _commit(self, connection: TransferSocket, room: _ReservedRoom, ending: Ending) -> None:
         with self._lock:
-            made = _or_fail(self._ledger.commit(room.ticket, ending, time.monotonic()))
+            made = self._ledger.commit(room.ticket, ending, time.monotonic())
             room.quiet = True
             memory = room.region.memory[: made.need(ending.computed)]
             tokens, link = unpacked(ending.tokens), "shm" if room.shared else connection.kind
             room.arrival.set_result(Arrived(room.ticket, ending.computed, tokens, ending.state, memory, link))
-
-
-def _or_fail(found: "T | TransferRefused | None") -> "T":
-    if isinstance(found, TransferRefused):
-        raise TransferFailed(found.reason)
-    return cast(T, found)

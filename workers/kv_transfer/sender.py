@@ -1,7 +1,7 @@
-"""The source's side of a KV transfer: sends a request's blocks while it decodes, then the rest.
+"""The source's side of a KV transfer: sends KV blocks while the request decodes, then the rest.
 
-`Sender` has blocking calls. `Shipment` runs a `Sender` in a thread for an event loop. Each call returns when the caller's memory
-is no longer read. Any failure or refusal raises TransferFailed and ends the transfer.
+`Sender` has blocking calls. `Shipment` runs a `Sender` in a thread for an event loop. A call returns only when the transfer no
+longer reads the caller's memory. Any failure or refusal raises TransferFailed and ends the transfer.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from workers.kv_transfer.ledger import CHUNK_BYTES
 from workers.kv_transfer.messages import (
     Accepted,
     Buffer,
-    Description,
     Ending,
     Grant,
     KvChunk,
@@ -56,7 +55,7 @@ class Mapped:
     """The `Remote` for a region on this host, which is written through a memory mapping."""
 
     def __init__(self, memory: Bytes) -> None:
-        """Write into the mapping `memory`."""
+        """Prepare to write into the mapping `memory`."""
         self._memory = memory
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -73,23 +72,19 @@ class Mapped:
 class Mappings:
     """A cache of mapped regions of other workers, because a new mapping costs 0.1 s per gigabyte. Thread-safe.
 
-    A mapping keeps its memory allocated even if the target has unlinked the file or is dead. The total size of the cached
-    mappings is therefore limited to the bytes that a target keeps for reuse, because a larger region is never reused.
+    A mapping keeps its memory allocated even if the target has unlinked the file or is dead. Therefore the total size of the
+    cached mappings is limited. The limit is the number of bytes that a target keeps for reuse, because a larger region is never
+    reused.
     """
 
     def __init__(self, bytes_max: int = SPARE_BYTES_MAX) -> None:
-        """Build an empty cache."""
+        """Build an empty cache, for mappings of up to `bytes_max` bytes in total."""
         self._bytes_max = bytes_max
-        self._mapped: dict[tuple[str, int], Bytes] = {}  # by path and inode, least recently used first
+        self.mapped: dict[tuple[str, int], Bytes] = {}  # by path and inode, least recently used first
         self._lock = threading.Lock()
 
-    @property
-    def kept(self) -> int:
-        """Number of regions that are kept mapped for reuse."""
-        return len(self._mapped)
-
     def get(self, path: str, size: int) -> Bytes | None:
-        """Map the region at `path` and return its memory.
+        """Return the memory of the region at `path`, from the cache or newly mapped.
 
         Return None if the region is not a file on this host or has less than `size` bytes.
         """
@@ -112,16 +107,16 @@ class Mappings:
 
     def _cached(self, held: int, path: str, found: os.stat_result) -> Bytes:
         key = (path, found.st_ino)
-        memory = self._mapped.pop(key, None)
+        memory = self.mapped.pop(key, None)
         if memory is None:
-            self._mapped = {one: kept for one, kept in self._mapped.items() if Path(one[0]).exists()}
+            self.mapped = {one: kept for one, kept in self.mapped.items() if Path(one[0]).exists()}
             # MAP_POPULATE maps all pages at once; page faults at the first write would take twice as long
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = np.frombuffer(mmap.mmap(held, found.st_size, flags=flags), np.uint8)
         if len(memory) <= self._bytes_max:
-            self._mapped[key] = memory
-        while len(self._mapped) > MAPPINGS_MAX or sum(map(len, self._mapped.values())) > self._bytes_max:
-            del self._mapped[next(iter(self._mapped))]
+            self.mapped[key] = memory
+        while len(self.mapped) > MAPPINGS_MAX or sum(map(len, self.mapped.values())) > self._bytes_max:
+            del self.mapped[next(iter(self.mapped))]
         return memory
 
 
@@ -134,19 +129,17 @@ class Sender:
     def __init__(
         self,
         grant: Grant,
-        description: Description,
         mappings: Mappings | None = None,
         transport: Transport | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """Prepare a transfer that uses `grant`. The grant's time starts now.
+        """Prepare a transfer that uses `grant`, the target's permission to write. The time limit of the grant starts now.
 
-        If the grant contains an offer for a transport, the bytes are written through `transport`. `key` is the fleet key, and
-        the target must prove that it knows the key before it receives a chunk.
+        If the grant contains an offer for a transport, the bytes are written through `transport`. `key` is the fleet key. If it
+        is set, the source sends no chunk before the target has proved that it knows the key.
         """
         self.grant = grant
         self._key = key
-        self._description = description
         self._mappings = mappings or Mappings()
         self._transport = transport
         self._deadline_s = time.monotonic() + grant.seconds
@@ -171,10 +164,10 @@ class Sender:
         return "shm" if isinstance(self._remote, Mapped) or self._transport is None else self._transport.name
 
     def open(self) -> None:
-        """Connect to the target and open the reservation. Raise TransferFailed."""
+        """Connect to the target and open the reservation. Raise TransferFailed if the target is unreachable or refuses."""
         self._remote = self._open_remote()
         self._connection = connection = TransferSocket(_connect(self.grant.endpoint), self._deadline_s)
-        message = Open(self.grant.ticket, self._description, self.shared)
+        message = Open(self.grant.ticket, self.grant.description, self.shared)
         if self._key is None:
             self._send_message(message)
             return
@@ -201,7 +194,7 @@ class Sender:
         return None if region is None else Mapped(region)
 
     def send(self, blocks: Buffer) -> None:
-        """Send whole blocks that follow the previous ones in the sequence. Raise TransferFailed.
+        """Send the next whole blocks of the sequence. Raise TransferFailed if the transfer fails or the target refuses it.
 
         The buffer must not change until the call returns.
         """
@@ -221,9 +214,10 @@ class Sender:
             list(threads.map(self._ship, [parts[n::SHIPPERS] for n in range(SHIPPERS)]))
 
     def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
-        """Send the last blocks and the request's state, and return when the target has committed. Raise TransferFailed.
+        """Send the last blocks and the request's state, and return when the target has committed.
 
-        The last block of `tail` may be partly filled. `computed` is the number of `tokens` that have their KV in the blocks.
+        The last block of `tail` may be partly filled. All blocks together hold the KV of the first `computed` tokens of
+        `tokens`. Raise TransferFailed if the transfer fails or the target refuses it.
         """
         self.send(tail)
         ids = packed(tokens)
@@ -289,7 +283,7 @@ class Sender:
     def _failed(self, error: TransferFailed) -> TransferFailed:
         """End the transfer after `error`, and return the error to raise.
 
-        The returned error has the target's reason if the target sent one. Only the text is kept for later calls, because an
+        The returned error has the target's reason if the target sent one. For later calls, only the text is kept. A kept
         exception would keep its stack frames alive, and with them the data that was to be sent.
         """
         if self._failure:
@@ -319,7 +313,7 @@ def _reason(answer: object) -> str:
 
 
 def _connect(endpoint: TransferAddress) -> socket.socket:
-    """Connect to the target's Unix socket if it exists on this host, otherwise over TCP. Raise TransferFailed."""
+    """Connect to the target's Unix socket if it exists on this host, otherwise over TCP. Raise TransferFailed if both fail."""
     if endpoint.path and Path(endpoint.path).exists():
         unix = socket.socket(socket.AF_UNIX)
         try:
@@ -337,27 +331,15 @@ def _connect(endpoint: TransferAddress) -> socket.socket:
 class Shipment:
     """Runs one transfer from this worker in a thread, for an event loop.
 
-        async with Shipment(grant, description, mappings, threads) as shipment:
-            await shipment.send(blocks)
-            await shipment.finish(tail, tokens, computed, state)
-
-    If an await is cancelled, the transfer is cancelled too, and the await ends when the caller's memory is no longer read. A
-    shipment may occupy one thread until its target answers or its grant expires, so `threads` needs one thread per shipment.
+    If an awaited call is cancelled, the transfer is cancelled too. The cancelled call then ends when the thread no longer reads
+    the caller's memory, or after 2 s. A shipment may occupy a thread until the target answers or the grant expires, so `threads`
+    needs one thread per shipment.
     """
 
-    def __init__(
-        self,
-        grant: Grant,
-        description: Description,
-        mappings: Mappings | None = None,
-        threads: ThreadPoolExecutor | None = None,
-        transport: Transport | None = None,
-        key: FleetKey | None = None,
-    ) -> None:
-        """Prepare a transfer that uses `grant`. The grant's time starts now. Without `threads`, the shipment starts a thread."""
-        self._sender = Sender(grant, description, mappings, transport, key)
-        self._own = ThreadPoolExecutor(1, thread_name_prefix="kv-send") if threads is None else None
-        self._threads = threads or self._own
+    def __init__(self, sender: Sender, threads: ThreadPoolExecutor) -> None:
+        """Prepare to run `sender`, which is not open yet, in a thread of the pool `threads`."""
+        self._sender = sender
+        self._threads = threads
         # serialises calls, so that the socket is not closed while another call uses it
         self._turn = threading.Lock()
 
@@ -366,38 +348,30 @@ class Shipment:
         """The link that carries the bytes: "shm", "socket" or the transport's name. Known once the transfer is open."""
         return self._sender.way
 
-    async def __aenter__(self) -> "Shipment":
-        try:
-            await self.open()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
     async def open(self) -> None:
-        """Connect to the target and open the reservation. Raise TransferFailed. The caller must call `close` even then."""
+        """Connect to the target and open the reservation.
+
+        Raise TransferFailed if that fails. The caller must call `close` even after a failure.
+        """
         await self._run(self._sender.open)
 
     def close(self) -> None:
         """Close the connection. If the target has not committed yet, the transfer fails."""
         self._sender.cancel()
-        assert self._threads is not None
         try:
             self._threads.submit(self._in_turn, self._sender.close)
         except RuntimeError:  # the thread pool is shut down, so no thread uses the connection
             self._sender.close()
-        if self._own is not None:
-            self._own.shutdown(wait=False)
 
     async def send(self, blocks: Buffer) -> None:
-        """Send whole blocks that follow the previous ones in the sequence. Raise TransferFailed."""
+        """Send the next whole blocks of the sequence. Raise TransferFailed if the transfer fails or the target refuses it."""
         await self._run(lambda: self._sender.send(blocks))
 
     async def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
-        """Send the last blocks and the request's state, and return when the target has committed. Raise TransferFailed."""
+        """Send the last blocks and the request's state, and return when the target has committed.
+
+        Raise TransferFailed if the transfer fails or the target refuses it.
+        """
         await self._run(lambda: self._sender.finish(tail, tokens, computed, state))
 
     def cancel(self) -> None:

@@ -8,12 +8,12 @@ The source ships full KV blocks while the stream decodes. Then it stops the stre
 
 The frontend sends Ship to start a move, Stay to abort it, and Cancel when the stream decodes at the target.
 
-The pause does not depend on the stream's length, because only the one or two blocks that were filled since the last check are
-shipped after the stop. No shard sends its `Ending` before all shards have sent all their blocks.
+The length of the stream does not affect how long it is stopped: after the stop, only the one or two blocks that were filled
+since the last check are shipped. No shard sends its last message (`Ending`) before all shards have sent all their blocks.
 
-After any failure, the stream continues on this worker unchanged. Unless the frontend has requested that with Stay, the frontend
-receives the reason. The stream may then decode on the source and the target at once, and the frontend accepts the tokens of
-only one of them.
+After any failure or Stay, the stream continues on this worker unchanged. After a failure, the frontend receives the reason. If
+the failure comes after the target has accepted the stream, both workers decode the stream at the same time. The frontend then
+accepts the tokens of only one of them.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 
 async def run_concurrently(works: Iterable[Awaitable[None]]) -> None:
-    """Run all of `works` concurrently. The first failure cancels the others, and is raised when all have ended.
+    """Run all awaitables in `works` concurrently. The first failure cancels the others, and is raised once all have ended.
 
     A TaskGroup is not used because in Python 3.11 it swallows a cancellation that coincides with a failure.
     """
@@ -104,12 +104,9 @@ class OutgoingMigrations:
     def __len__(self) -> int:
         return len(self._leaving)
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._leaving
-
     @staticmethod
     def at_once(shards: int) -> int:
-        """Return how many streams of an engine with this number of shards may move at once.
+        """Return how many streams may move at the same time from an engine with `shards` shards.
 
         The number is limited because each shard of each moving stream occupies a thread.
         """
@@ -120,7 +117,7 @@ class OutgoingMigrations:
         return list(self._leaving.values())
 
     def begin(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream | None:
-        """Prepare the shipment of the stream `key`, which `ship` then runs.
+        """Prepare the shipment of the stream `key`. A later call of `ship` runs the shipment.
 
         If the stream cannot be shipped, send its frontend the reason and return None.
         """
@@ -185,7 +182,10 @@ class OutgoingMigrations:
             self._release(leaving, continues=True)
 
     def forget(self, key: int) -> bool:
-        """End the shipment of a stream that has ended on this worker; return whether the stream has moved to the target."""
+        """End the shipment of the stream `key`, which has ended on this worker.
+
+        Return whether all its blocks had been sent; False if the stream was not being shipped.
+        """
         leaving = self._remove(key)
         if leaving is None:
             return False
@@ -219,10 +219,10 @@ class OutgoingMigrations:
         return leaving
 
     def _release(self, leaving: OutgoingStream, continues: bool) -> None:
-        """Cancel the shipment and release the stream's exported blocks.
+        """Cancel the shipment at once and release the stream's exported blocks.
 
-        If `continues` is true, a stopped stream resumes decoding. If the engine has not carried out the stop yet, both follow
-        when it has.
+        If `continues` is true, a stopped stream also resumes decoding. If the engine is still stopping the stream, postpone the
+        release and the resumption until the stop has ended.
         """
         if leaving.task is not None and leaving.task is not asyncio.current_task():
             leaving.task.cancel()
@@ -243,10 +243,10 @@ class OutgoingMigrations:
     # --- how a shipment runs
 
     async def ship(self, leaving: OutgoingStream) -> bool:
-        """Ship a stream that `begin` returned.
+        """Ship a stream that `begin` returned. Return True if the shipment fails and the stream stays on this worker.
 
-        Return True if the move failed, so that the stream stays on this worker. If the stream has moved or the frontend has
-        aborted the move, the task is cancelled or False is returned.
+        Return False if the move had already ended when the shipment failed. After a success, wait until the task of this call
+        is cancelled, because the stream has ended on this worker or the frontend has aborted the move.
         """
         reason, grants = "", leaving.grants
         try:
@@ -274,9 +274,10 @@ class OutgoingMigrations:
         await run_concurrently(one.open() for one in leaving.shipments)
 
     async def _ship_full(self, leaving: OutgoingStream, first: int) -> int:
-        """Ship full blocks while the stream decodes, until the number of unsent blocks no longer falls.
+        """Ship full blocks while the stream decodes, and return how many of the stream's blocks the target then has.
 
-        `first` is the number of the sequence's blocks that the target has already. Return that number after the shipment.
+        End when at most one full block is unsent, or when the number of unsent blocks no longer falls. `first` is the number of
+        the stream's blocks that the target has at the beginning.
         """
         sent, before = first, 0
         while (missing := leaving.export.full_blocks() - sent) > 0:
@@ -290,7 +291,7 @@ class OutgoingMigrations:
         return sent
 
     async def _ship_rest(self, leaving: OutgoingStream, sent: int, timer: asyncio.Timeout) -> None:
-        """Stop the stream and ship its remaining blocks. `sent` is the number of blocks that the target has already."""
+        """Stop the stream and ship its remaining blocks. `sent` is the number of blocks that the target already has."""
         loop = asyncio.get_running_loop()
         leaving.stopping = asyncio.ensure_future(leaving.export.stop())
         async with asyncio.timeout(STOP_S_MAX):
@@ -329,9 +330,8 @@ class OutgoingMigrations:
         finally:
             copying.cancel()
             copying.add_done_callback(_retrieve_error)
-            del (
-                copying
-            )  # breaks the reference cycle of the task and its error, which keeps the last piece alive
+            # breaks the reference cycle of the task and its error, which keeps the last piece alive
+            del copying
 
 
 def _retrieve_error(copying: "asyncio.Future[Buffer]") -> None:

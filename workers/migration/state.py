@@ -1,9 +1,9 @@
 """Encodes and checks the state of a request that moves with its KV cache to another worker.
 
-The fields are those of the first design document, without two: token ids are sent separately (`Ending.tokens`), and blocks need
-no ids because they arrive in the order of the sequence. The target does not need this state to continue the request, because
-the frontend has sent it the request and random numbers depend only on (seed, position). The target compares the state with the
-request that it has reserved for, so that a wrong request is detected.
+The state contains no token ids, because they are sent separately (`Ending.tokens`). It contains no block ids, because blocks
+arrive in the order of the sequence. The target does not need this state to continue the request: it has the request from the
+frontend, and random numbers depend only on the seed and the position. The target compares the state with the request of its
+reservation, so that a wrong request is detected.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class SamplingState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StopCriteria(msgspec.Struct, array_like=True, frozen=True):
-    """The conditions that end a request's answer."""
+    """The conditions under which a request's answer ends."""
 
     max_tokens: int  # maximum length of the whole answer
     ignore_eos: bool
@@ -70,14 +70,19 @@ def sampling_state(s: Sampling) -> SamplingState:
 def stop_criteria(origin: RequestOrigin) -> StopCriteria:
     """Return a request's stop criteria, for its whole answer.
 
-    A request that is replayed with a part of its answer has a smaller `max_tokens`, so that part is added.
+    A request may already contain a part of its answer when it arrives (a replay). Its `max_tokens` then covers only the rest of
+    the answer, so the number of the replayed tokens is added.
     """
     s = origin.sampling
     return StopCriteria(s.max_tokens + origin.replayed, s.ignore_eos, sorted(s.stop_token_ids))
 
 
 def packed_state(origin: RequestOrigin, tokens: int, computed: int, stopped_ms: float, link: str) -> bytes:
-    """Encode the state of a request that has `tokens` tokens of prompt and answer, `computed` of them with their KV."""
+    """Encode the state of a request that has `tokens` tokens, including the prompt.
+
+    The shipped blocks hold the KV of the first `computed` tokens. `stopped_ms` is the time since the source stopped the request.
+    `link` is the link that carried the blocks.
+    """
     return _encoder.encode(
         RequestMigrationState(
             origin.request,

@@ -6,8 +6,8 @@
     Declined: no free blocks, …
 
 For a move, the target reserves KV blocks in its engine, and memory in which each shard arrives. If any shard fails, all shards
-and the engine's blocks are freed. Verified bytes are copied into the engine while further bytes arrive, so that only the last
-blocks remain to be copied after the source has stopped the stream.
+and the engine's blocks are freed. Verified bytes are copied into the engine while further bytes arrive. So only the last blocks
+remain to be copied after the source has stopped the stream.
 
 The engine's blocks may be freed only when no copy into them is running. The tasks of this module are therefore never cancelled.
 An aborted stream loses its memory reservations first, then its copies finish or fail, and then its blocks are freed.
@@ -30,7 +30,14 @@ from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
 from workers.frontends import FrontendConnection, RequestOrigin, Stream, StreamTable
 from workers.kv_transfer.ledger import ReservationPolicy
-from workers.kv_transfer.messages import Description, Grant, RegionTaken, TransferRefused, Transport
+from workers.kv_transfer.messages import (
+    Description,
+    Grant,
+    RegionTaken,
+    TransferFailed,
+    TransferRefused,
+    Transport,
+)
 from workers.kv_transfer.receiver import NAME, ROOT, ArrivalProgress, Arrived, Receiver, Regions
 from workers.migration.state import RequestMigrationState, difference, unpacked_state
 from workers.migration.trust import Trust
@@ -57,53 +64,42 @@ class KvMoveSettings:
     transport: Callable[[], Transport] | None = None
 
 
+@dataclass(eq=False)
 class LazyReceiver:
-    """Creates the receiver of one worker when the first stream arrives.
+    """Creates the receiver of one worker at the first reservation.
 
     Until then, the worker has no port, thread or file for KV transfers.
     """
 
-    def __init__(
-        self,
-        instance: str,
-        own: Callable[[], Sequence[Description]],
-        settings: KvMoveSettings | None = None,
-        transport: Callable[[], Transport | None] = lambda: None,
-    ) -> None:
-        """Prepare to receive KV caches for a worker instance. `own` returns the description of the engine's shards.
-
-        `transport` is called when the first stream arrives. It returns the transport that sources may use if they have it too,
-        or None if only shared memory and sockets are used.
-        """
-        self.receiver: Receiver | None = None  # None until the first stream arrives
-        self._instance = instance
-        self._own = own
-        self._settings = settings or KvMoveSettings()
-        self._transport = transport
-        self._closed = False
-        self._build_lock = asyncio.Lock()
+    instance: str
+    own: Callable[[], Sequence[Description]]  # returns the descriptions of the engine's shards
+    settings: KvMoveSettings
+    # returns the transport that sources may use if they have it too; None: only shared memory and sockets are used
+    transport: Callable[[], Transport | None] = lambda: None
+    receiver: Receiver | None = None  # None until the first stream arrives
+    _closed: bool = False
+    _build_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def grants(self, blocks: int, tokens: Sequence[int], first_block: int) -> list[Grant]:
         """Reserve memory for `blocks` KV blocks of each shard, starting at block `first_block` of the sequence.
 
-        Return one grant for each shard. Raise MoveRefused, without any reservation, if one shard cannot be reserved.
+        Return one grant for each shard. If the memory of one shard cannot be reserved, free the memory reserved for the others
+        and raise MoveRefused. Raise MoveRefused also if the receiver is closed or cannot be created.
         """
         receiver = await self._get_receiver()
-        made = await asyncio.to_thread(self._reserve, receiver, blocks, tokens, first_block)
-        if isinstance(made, TransferRefused):
-            raise MoveRefused(made.reason)
-        return made
+        return await asyncio.to_thread(self._reserve, receiver, blocks, tokens, first_block)
 
     def _reserve(
         self, receiver: Receiver, blocks: int, tokens: Sequence[int], first_block: int
-    ) -> list[Grant] | TransferRefused:
+    ) -> list[Grant]:
         made: list[Grant] = []
-        for description in self._own():
-            grant = receiver.reserve(description, blocks, tokens, first_block)
-            if isinstance(grant, TransferRefused):
+        for description in self.own():
+            try:
+                grant = receiver.reserve(description, blocks, tokens, first_block)
+            except TransferFailed as error:
                 for one in made:
-                    receiver.abort(one.ticket, grant.reason)
-                return grant
+                    receiver.abort(one.ticket, str(error))
+                raise MoveRefused(str(error)) from error
             made.append(grant)
         return made
 
@@ -116,7 +112,7 @@ class LazyReceiver:
             return self.receiver
 
     def _build_receiver(self) -> Receiver:
-        name, settings = self._instance, self._settings
+        name, settings = self.instance, self.settings
         if not NAME.fullmatch(name):
             name = xxhash.xxh3_128_hexdigest(name.encode())
         try:
@@ -125,12 +121,12 @@ class LazyReceiver:
             raise MoveRefused(f"cannot receive KV caches: {error}") from error
         try:
             return Receiver(
-                tuple(self._own()),
+                tuple(self.own()),
                 regions,
                 settings.policy,
                 settings.host,
                 advertise=settings.advertise,
-                transport=self._transport(),
+                transport=self.transport(),
                 key=settings.key,
             )
         except OSError as error:
@@ -138,13 +134,13 @@ class LazyReceiver:
             raise MoveRefused(f"cannot receive KV caches: {error}") from error
 
     def abort(self, grants: Sequence[Grant], why: str) -> None:
-        """End the reservations of these grants in any state, because of `why`."""
+        """End the reservations of these grants, whatever their state, for the reason `why`."""
         if self.receiver is not None:
             for grant in grants:
                 self.receiver.abort(grant.ticket, why)
 
     def release(self, grants: Sequence[Grant]) -> None:
-        """Free the memory of these grants after the engine has copied its contents."""
+        """Free the memory reserved by these grants, after the engine has copied the KV caches from this memory."""
         if self.receiver is not None:
             for grant in grants:
                 self.receiver.release(grant.ticket)
@@ -173,62 +169,45 @@ class IncomingStream:
     why: str = ""  # the reason why the move was aborted; empty if it was not
 
 
+@dataclass(eq=False)
 class IncomingMigrations:
     """Runs the moves of other workers' streams to one worker."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        trust: Trust,
-        landing: LazyReceiver,
-        streams: StreamTable,
-        counters: WorkerCounters,
-        take_bytes: int,
-    ) -> None:
-        """Start without moves. `take_bytes` is the maximum number of bytes copied into the engine at once, per shard."""
-        self._engine = engine
-        self._trust = trust
-        self._landing = landing
-        self._streams = streams
-        self._counters = counters
-        self._take_bytes = take_bytes
-        self._incoming: dict[int, IncomingStream] = {}
-        self.tasks: set[asyncio.Task[None]] = set()  # one per stream
+    engine: Engine
+    trust: Trust
+    landing: LazyReceiver
+    streams: StreamTable
+    counters: WorkerCounters
+    take_bytes: int  # maximum number of bytes copied into the engine at once, per shard
+    incoming: dict[int, IncomingStream] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # one per stream
 
     def __len__(self) -> int:
-        return len(self._incoming)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._incoming
-
-    @property
-    def awaited(self) -> int:
-        """Number of arriving streams that have not been aborted."""
-        return sum(not incoming.why for incoming in self._incoming.values())
+        return len(self.incoming)
 
     def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> IncomingStream | None:
-        """Reserve KV blocks in the engine for the stream `key`, which `arrive` then receives.
+        """Reserve KV blocks in the engine for the stream `key`. A later call of `arrive` receives the stream.
 
         If the reservation is refused, send the frontend the reason and return None.
         """
         asked = RequestOrigin.of(frame.request)
         room = self._room(key, frame)
         if isinstance(room, str):
-            self._counters.moved("in", "declined")
+            self.counters.moved("in", "declined")
             log.info("reserve_declined", request=asked.request, reason=room)
             connection.send(Declined(frame.stream, room))
             return None
-        room_tokens = min(frame.room_tokens, self._engine.identity.context_tokens)
+        room_tokens = min(frame.room_tokens, self.engine.identity.context_tokens)
         incoming = IncomingStream(
             key, room, room_tokens, connection, frame.stream, asked, frame.request.tokens
         )
-        self._incoming[key] = incoming
+        self.incoming[key] = incoming
         connection.streams[frame.stream] = key
         return incoming
 
     def _room(self, key: int, frame: Reserve) -> Import | str:
         request = frame.request
-        if not self._engine.kv:
+        if not self.engine.kv:
             return "this engine cannot receive KV caches"
         if request.canary:
             return "canaries cannot move"
@@ -237,30 +216,33 @@ class IncomingMigrations:
                 f"invalid reservation: room for {frame.room_tokens} tokens, {len(request.tokens)} known tokens, "
                 f"{request.prompt_tokens} prompt tokens"
             )
-        if len(self._incoming) >= MOVES_MAX:
+        if len(self.incoming) >= MOVES_MAX:
             return f"too many at once: {MOVES_MAX} streams are arriving"
-        return self._engine.reserve(key, request, frame.room_tokens)
+        return self.engine.reserve(key, request, frame.room_tokens)
 
     def drop(self, key: int, why: str = "") -> None:
-        """Abort the arriving stream `key`. Send `why` to its frontend; if it is empty, the frontend itself has cancelled."""
-        if (incoming := self._incoming.get(key)) is not None:
+        """Abort the arriving stream `key`, and send `why` to its frontend.
+
+        If `why` is empty, the frontend itself has cancelled the move, and nothing is sent.
+        """
+        if (incoming := self.incoming.get(key)) is not None:
             incoming.gone = incoming.gone or not why
             self._give_up(incoming, why or "the frontend cancelled the move")
 
     def drop_all(self, why: str) -> None:
         """Abort all arriving streams and send the reason to their frontends."""
-        for key in list(self._incoming):
+        for key in list(self.incoming):
             self.drop(key, why)
 
     def _give_up(self, incoming: IncomingStream, why: str) -> None:
-        """Free the memory reservations of a stream, so that its arrival fails.
+        """Free the memory reservations of an arriving stream, which makes its arrival fail.
 
-        The memory is freed in a thread, because it may be gigabytes.
+        The memory is freed in a thread, because freeing gigabytes takes long.
         """
         incoming.why = incoming.why or why
         if incoming.grants:
             loop = asyncio.get_running_loop()
-            loop.run_in_executor(None, self._landing.abort, incoming.grants, incoming.why)
+            loop.run_in_executor(None, self.landing.abort, incoming.grants, incoming.why)
 
     # --- how a stream arrives
 
@@ -281,37 +263,37 @@ class IncomingMigrations:
 
     async def free(self, incoming: IncomingStream) -> None:
         """Free the memory in which a stream's KV cache arrived."""
-        await asyncio.to_thread(self._landing.release, incoming.grants)
+        await asyncio.to_thread(self.landing.release, incoming.grants)
 
     def _end(self, incoming: IncomingStream, why: str) -> None:
         """Free all resources of a stream that failed to arrive, and send its frontend the reason."""
         self._give_up(incoming, why)
-        incoming.room.abort()
+        self.engine.cancel(incoming.key)
         self._forget(incoming)
-        self._counters.moved("in", "failed")
+        self.counters.moved("in", "failed")
         log.warning("move_in_failed", request=incoming.asked.request, reason=why)
         if not incoming.gone:
             incoming.connection.send(Declined(incoming.number, why))
 
     def _forget(self, incoming: IncomingStream) -> None:
-        self._incoming.pop(incoming.key, None)
+        self.incoming.pop(incoming.key, None)
         connection = incoming.connection
         if connection.streams.get(incoming.number) == incoming.key:
             del connection.streams[incoming.number]
 
     async def _reserve(self, incoming: IncomingStream) -> None:
-        """Reserve memory for every shard, and send the grants to the frontend."""
-        own, room = self._engine.kv[0], incoming.room
+        """Reserve memory for every shard, and send the grants to the frontend. Raise MoveRefused if this fails."""
+        own, room = self.engine.kv[0], incoming.room
         first = room.cached_tokens // own.block_size
         blocks = max(1, own.blocks(incoming.room_tokens) - first)
-        incoming.grants = await self._landing.grants(blocks, incoming.known, first)
+        incoming.grants = await self.landing.grants(blocks, incoming.known, first)
         if incoming.why:  # aborted while the memory was reserved
             raise MoveRefused(incoming.why)
         grants = [msgspec.msgpack.encode(grant) for grant in incoming.grants]
         incoming.connection.send(Reserved(incoming.number, grants, room.cached_tokens))
 
     async def _arrive(self, incoming: IncomingStream) -> list[Arrived]:
-        """Receive all shards concurrently and return them. If one fails, raise MoveRefused after all have ended."""
+        """Receive all shards concurrently and return them. If one fails, wait until all have ended, then raise MoveRefused."""
         shards = range(len(incoming.grants))
         received = await asyncio.gather(
             *(self._arrive_shard(incoming, shard) for shard in shards), return_exceptions=True
@@ -332,35 +314,34 @@ class IncomingMigrations:
         return arrived
 
     async def _arrive_shard(self, incoming: IncomingStream, shard: int) -> Arrived:
-        receiver, grant = self._landing.receiver, incoming.grants[shard]
+        receiver, grant = self.landing.receiver, incoming.grants[shard]
         assert receiver is not None
         try:
-            return await _receive_shard(receiver, grant, shard, incoming.room, self._take_bytes)
+            return await _receive_shard(receiver, grant, shard, incoming.room, self.take_bytes)
         except BaseException as error:  # the other shards are no longer needed
             self._give_up(incoming, str(error))
             raise
 
     async def _commit(self, incoming: IncomingStream, arrived: list[Arrived]) -> None:
-        """Let the engine continue the stream, and notify the frontend. Output is held back until the frontend is notified."""
+        """Let the engine continue the stream, and notify the frontend. The stream's output is sent after the notification."""
         received_at, first = time.monotonic(), arrived[0]
         state = _checked_state(incoming, first)
         bytes_, blocks = sum(len(one.memory) for one in arrived), self._blocks(arrived)
         begun = asyncio.get_running_loop().time()
-        turn = self._trust.turns
+        turn = self.trust.turns
         stream = Stream(incoming.connection, incoming.number, False, begun, incoming.asked, turn, held=[])
-        self._streams.begin(incoming.key, stream)
-        self._streams.first_output(stream)
+        self.streams.begin(incoming.key, stream)
+        self.streams.first_output(stream)
         try:
             await _within(COMMIT_S_MAX, incoming.room.commit(first.tokens, first.computed))
-            if (
-                incoming.why
-            ):  # aborted during the commit; the engine must cancel the stream, which already decodes
+            # aborted during the commit; the engine must cancel the stream, which already decodes
+            if incoming.why:
                 raise MoveRefused(incoming.why)
         except BaseException:
-            self._streams.end(incoming.key)
-            self._engine.cancel(incoming.key)
+            self.streams.end(incoming.key)
+            self.engine.cancel(incoming.key)
             raise
-        self._incoming.pop(incoming.key)
+        self.incoming.pop(incoming.key)
         stopped_ms = state.stopped_ms + (time.monotonic() - received_at) * 1e3
         new_tokens = first.tokens[len(incoming.known) :]
         # for a shared region, only the source knows whether it used shared memory or a transport
@@ -368,16 +349,16 @@ class IncomingMigrations:
         incoming.connection.send(
             Committed(incoming.number, new_tokens, bytes_, blocks, link, round(stopped_ms, 3))
         )
-        self._counters.moved("in", "committed", bytes_, stopped_ms / 1e3)
+        self.counters.moved("in", "committed", bytes_, stopped_ms / 1e3)
         log.info("moved_in", request=incoming.asked.request, bytes=bytes_, link=link)
 
     def _blocks(self, arrived: list[Arrived]) -> int:
-        return sum(len(a.memory) // own.block_bytes for a, own in zip(arrived, self._engine.kv, strict=True))
+        return sum(len(a.memory) // own.block_bytes for a, own in zip(arrived, self.engine.kv, strict=True))
 
     async def close(self) -> None:
         """Abort all arriving streams, close the receiver, and wait until the streams' resources are freed."""
         self.drop_all("this worker is shutting down")
-        await self._landing.close()
+        await self.landing.close()
         if self.tasks:
             await asyncio.wait(self.tasks)
 
@@ -404,7 +385,10 @@ def _checked_state(incoming: IncomingStream, arrived: Arrived) -> RequestMigrati
 async def _receive_shard(
     receiver: Receiver, grant: Grant, shard: int, room: Import, take_bytes: int
 ) -> Arrived:
-    """Copy one shard's blocks into the engine as they arrive, and return the arrived shard. Raise MoveRefused if it fails."""
+    """Copy one shard's blocks into the engine as they arrive, and return the arrived shard.
+
+    Raise MoveRefused if the transfer of the shard fails.
+    """
     size = grant.description.block_bytes
     limit = max(1, take_bytes // size)
     arrival = asyncio.wrap_future(receiver.arrival(grant.ticket))

@@ -2,13 +2,13 @@
 
     trusted ── convicted, a fatal device fault, NaN in the logits ──▶ distrusted
 
-A doubt is a reason to distrust the worker's results. Checksums show that bytes arrive unchanged, but not that they were computed
-correctly. The KV cache of a worker with wrong answers would therefore spread the corruption, so every shipment must pass through
-this module. Only a `TrustedSender` creates shipments, and a `TrustedSender` can be created only while its `Trust` has no doubts.
-An import contract prevents other modules from sending KV caches.
+A doubt is a reason to distrust the worker's results. Checksums only show that bytes arrive unchanged. A KV cache that was
+computed wrongly passes them, and would spread wrong answers to other workers. Therefore every shipment passes through this
+module. Only a `TrustedSender` creates shipments, and a `TrustedSender` can be created only while its `Trust` has no doubts. An
+import contract prevents other modules from sending KV caches.
 
-A new doubt aborts every shipment and permanently invalidates every earlier `TrustedSender`. Blocks that were computed before a
-doubt was cleared may be wrong, so a stream that began before is not shipped.
+A new doubt aborts every shipment and permanently invalidates every earlier `TrustedSender`. When a doubt is cleared, the blocks
+that were computed before may still be wrong. Streams that began before that moment are therefore not shipped.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class OutgoingShipment(Protocol):
 
 
 class TrustedSender:
-    """The permission to send KV caches, which is valid until its `Trust` gets a new doubt."""
+    """The permission to send this worker's KV caches. It is valid until a new doubt about the worker is raised."""
 
     def __init__(self, trust: "Trust") -> None:
         """Create the permission to send KV caches. Raise SenderDistrusted if there are doubts about this worker."""
@@ -61,27 +61,30 @@ class TrustedSender:
         self._losses = trust.losses
 
     def check(self) -> None:
-        """Raise SenderDistrusted if a doubt was raised after this permission was created, even if it is cleared."""
+        """Raise SenderDistrusted if a doubt was raised after this permission was created, even if that doubt has been cleared."""
         if self._losses != self._trust.losses:
             raise SenderDistrusted(self._trust.reason or "the source was distrusted meanwhile")
 
     async def shipment(self, grant: Grant) -> OutgoingShipment:
-        """Return a transfer that uses `grant` and is aborted by the next doubt. Raise SenderDistrusted after a doubt."""
+        """Return a transfer that uses `grant`. The next doubt about this worker aborts the transfer.
+
+        Raise SenderDistrusted if a doubt was raised after this permission was created.
+        """
         await self._trust.load()
         self.check()
         return self._trust.shipment(grant)
 
 
 class Trust:
-    """Holds the doubts about one worker's results, and creates its shipments while there are no doubts."""
+    """Holds the doubts about one worker's results, and creates the worker's shipments while there are no doubts."""
 
     def __init__(
         self, transport: Callable[[], Transport | None] = lambda: None, key: FleetKey | None = None
     ) -> None:
-        """Start without doubts.
+        """Start without doubts about the worker's results.
 
-        `transport` returns the transport to use for targets that have it too; None if only shared memory and sockets are used.
-        `key` is the fleet key that targets must know.
+        `transport` returns the transport for targets that support it, or None if only shared memory and sockets are used. `key`
+        is the fleet key that targets must know.
         """
         self.losses = 0  # number of doubts raised
         # number of doubts raised and cleared; between two equal values, the worker was trusted throughout or not at all
@@ -92,22 +95,17 @@ class Trust:
         self._shipments: weakref.WeakSet[OutgoingShipment] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
         # `Mappings` of `kv_transfer.sender`, which needs numpy; None until the first shipment
-        self._mappings: Any = None
+        self.mappings: Any = None
 
     @property
     def doubts(self) -> Set[str]:
-        """The causes of the current doubts."""
+        """The causes of the current doubts about this worker's results."""
         return self._doubts.keys()
 
     @property
     def reason(self) -> str:
-        """The reason of the oldest doubt; empty if there are no doubts."""
+        """The reason of the oldest current doubt about this worker's results; empty if there are no doubts."""
         return next(iter(self._doubts.values()), "")
-
-    @property
-    def mapped(self) -> int:
-        """Number of regions of other workers that are kept mapped for reuse."""
-        return 0 if self._mappings is None else int(self._mappings.kept)
 
     def check(self) -> None:
         """Raise SenderDistrusted if there is a doubt about this worker's results."""
@@ -115,7 +113,10 @@ class Trust:
             raise SenderDistrusted(self.reason)
 
     def lose(self, cause: str, reason: str) -> bool:
-        """Add a doubt and abort all shipments; return False if there is already a doubt with this cause."""
+        """Add a doubt about the worker's results and abort all shipments.
+
+        Return False, and change nothing, if there is a doubt with this `cause` already.
+        """
         if cause in self._doubts:
             return False
         self._doubts[cause] = reason
@@ -127,7 +128,7 @@ class Trust:
         return True
 
     def regain(self, cause: str) -> None:
-        """Clear the doubt with this cause. Without other doubts, streams that begin afterwards may be shipped.
+        """Clear the doubt that has this cause. Only streams that begin when no doubts remain may be shipped.
 
         Aborted shipments stay aborted.
         """
@@ -136,20 +137,26 @@ class Trust:
             log.info("doubt_cleared", cause=cause, trusted=not self._doubts)
 
     async def load(self) -> None:
-        """Import the modules that shipments need, in a thread. A worker that ships nothing does not need numpy."""
-        if self._mappings is None:
+        """Import the modules that shipments need, in a thread.
+
+        They are not imported earlier, because they need numpy, which a worker without shipments does not need.
+        """
+        if self.mappings is None:
             await asyncio.to_thread(__import__, "workers.kv_transfer.sender")
             from workers.kv_transfer.sender import Mappings
 
-            self._mappings = self._mappings or Mappings()
+            self.mappings = self.mappings or Mappings()
 
     def shipment(self, grant: Grant) -> OutgoingShipment:
-        """Create the shipment for a grant. Only `TrustedSender` calls this method, after `load`."""
-        from workers.kv_transfer.sender import Shipment
+        """Create the sender of one KV cache (a shipment). `grant` permits it to write into the target's memory.
+
+        Only `TrustedSender` may call this method, after `load`. Raise SenderDistrusted if there are doubts.
+        """
+        from workers.kv_transfer.sender import Sender, Shipment
 
         self.check()
         self._threads = self._threads or ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-send")
-        made = Shipment(grant, grant.description, self._mappings, self._threads, self._transport(), self._key)
+        made = Shipment(Sender(grant, self.mappings, self._transport(), self._key), self._threads)
         self._shipments.add(made)
         return made
 

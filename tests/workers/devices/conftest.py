@@ -46,4 +46,4 @@ def watching() -> Iterator[Watching]:
     yield begin
     for watch in watches:
         watch.stop()
-        watch.join(5)
+        watch.reader.join(5)

@@ -37,10 +37,10 @@ def test_an_xid_is_repaired_unless_another_of_its_class_has_occurred_since() -> 
     faults = DeviceFaults()
     faults.xid(48, 0.0)
     faults.xid(43, 0.0)
-    assert classes(faults.mended(48)) == [("xid", True)] and faults.mended(48) == []
+    assert classes(faults.repair_xid(48)) == [("xid", True)] and faults.repair_xid(48) == []
     faults.xid(48, 0.0)
     faults.xid(79, 1.0)
-    assert faults.mended(48) == []
+    assert faults.repair_xid(48) == []
     assert {(change.fault_class, change.code) for change in faults.standing.values()} == {
         ("xid", "79"),
         ("xid_warning", "43"),

@@ -24,7 +24,7 @@ def watch(watching: Watching, data: Path, *gpus: str) -> Iterator[Reports]:
     assert isinstance(watch, DeviceWatch)
     yield reported
     watch.stop()
-    watch.join(10)
+    watch.reader.join(10)
 
 
 def begun(gpus: shim.State, reported: Reports) -> None:

@@ -195,13 +195,13 @@ def test_a_lost_gpu_is_reported_immediately_and_the_others_stay_subscribed(
     gpus: shim.State, watching: Watching
 ) -> None:
     watch, reported = watching("0", "1", policy=replace(SELDOM, wait_ms=50))
-    block_until(lambda: watch.hears == {"GPU-0000", "GPU-0001"})
+    block_until(lambda: watch.xids.gpus == {"GPU-0000", "GPU-0001"})
     opened = gpus.opened
     gpus.gpu[0].lost = 1  # a wait that includes its Xids receives no others either
     gpus.ring()
     block_until(lambda: len(reported) == 1)
     assert reported == [("GPU-0000", FaultChange(fault_class="lost", fatal=True))]
-    block_until(lambda: watch.hears == {"GPU-0001"})
+    block_until(lambda: watch.xids.gpus == {"GPU-0001"})
     gpus.gpu[1].raise_xid(119)
     block_until(lambda: len(reported) == 2)
     assert reported[1] == ("GPU-0001", FaultChange(fault_class="xid", code="119", fatal=True))
@@ -257,7 +257,7 @@ def test_without_a_driver_the_watch_is_off_and_logs_it_once() -> None:
         "from workers.devices.watch import DeviceWatch\n"
         "watch = DeviceWatch(())\n"
         "watch.start(10)\n"
-        "watch.join(10)\n"
+        "watch.reader.join(10)\n"
         "print(threading.active_count(), 'pynvml' in sys.modules)\n"
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": "", shim.STATE: ""}
@@ -276,5 +276,5 @@ def test_without_a_driver_the_watch_is_off_and_logs_it_once() -> None:
 def test_a_stopped_watch_ends_its_threads(gpus: shim.State, watching: Watching) -> None:
     watch, _ = watching("0")
     watch.stop()
-    watch.join(5)
+    watch.reader.join(5)
     block_until(lambda: not any(thread.name.startswith("device-") for thread in threading.enumerate()))

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 import shim
+from memory_bus import MemoryBus
+from memory_journal import MemoryJournal, MemoryStream
 from structlog.testing import capture_logs
 from waits import block_until, until
 from watch_kit import QUICK
 from worker_process import START_S, Process, Spawn
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from events import subjects
 from events.errors import BadSetting
 from events.fact import Fact
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
-from events.nats.bus import MemoryBus, NatsBus
+from events.nats.bus import NatsBus
 from events.observations import DeviceFaulted, DeviceRecovered, WorkerJoined
 from events.process.presence import present
 from workers.config.settings_check import load_settings
@@ -142,7 +143,7 @@ def test_links_matter_once_the_process_uses_a_second_gpu(gpus: shim.State) -> No
         block_until(lambda: bool(changes))
     finally:
         watch.stop()
-        watch.join(5)
+        watch.reader.join(5)
     assert changes == [FaultChange(fault_class="xid_nvlink", code="74", weight=0.0)]
 
 
@@ -194,6 +195,7 @@ async def wait_for_facts(url: str, holds: Callable[[list[Fact]], bool]) -> list[
     raise AssertionError("the journal ended")
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_a_watch_process_reports_and_its_end_is_not_taken_for_the_workers_silence(
     gpus: shim.State,

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import shim
 from engine_contract import prompt
+from memory_journal import MemoryJournal, MemoryStream
 from plain_frontend import PlainFrontend
 from watch_kit import QUICK
 from worker_process import START_S, Spawn, left
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from events.errors import BadSetting
 from events.fact import Fact
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.observations import (
     DeviceFaulted,
@@ -208,6 +208,7 @@ async def test_a_process_ends_with_its_gpu_and_leaves_nothing_behind(
     frontend.transport.abort()
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_a_hanging_broker_does_not_delay_a_failing_worker_and_no_fact_is_lost(
     gpus: shim.State, library: Path, spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
@@ -244,6 +245,7 @@ async def test_a_worker_with_a_missing_gpu_does_not_start(gpus: shim.State) -> N
         await made(MemoryStream(), DeviceWatch(("5",), QUICK)).run(asyncio.Event())
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 @pytest.mark.parametrize("flags", [(), ("--watch-only",)])
 async def test_a_missing_gpu_is_not_a_usage_error(

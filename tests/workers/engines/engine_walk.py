@@ -82,10 +82,7 @@ class Walk:
             whole = None
         if whole is None:
             self.given_up += 1
-            if self.draw.choice([True, False]):
-                coming.abort()
-            else:
-                rigs[1].engine.cancel(other)
+            rigs[1].engine.cancel(other)
             if self.draw.choice([False, True]):
                 export.resume()
             export.close()
@@ -129,10 +126,7 @@ class Walk:
         if first < end:
             copies = [self.ship(export, coming, shard, first, end) for shard in range(shards)]
             if 0.2 < chance < 0.3:
-                if self.draw.choice([True, False]):
-                    rigs[1].engine.cancel(other)
-                else:
-                    coming.abort()
+                rigs[1].engine.cancel(other)
             if 0.3 < chance < 0.4:
                 shipping = asyncio.gather(*copies)
                 await turns()

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from canary_world import World
+from memory_bus import MemoryBus
 from waits import until
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.worker_links import Address
 from controller.runtime.settings import CanarySettings
-from events.nats.bus import MemoryBus
 from events.observations import CanaryFailed, CanaryPassed
 from workers.config.settings import WorkerConfig
 from workers.engines.engine import Engine
@@ -72,7 +72,7 @@ async def probed(
         await made.until(lambda: world.fleet.workers.keys() >= set(names), within_s)
         for engine in engines:
             prepare(engine)
-        canaries.want({name: Address("i1", world.fleet.workers[name].joined.url) for name in names})
+        canaries.set_workers({name: Address("i1", world.fleet.workers[name].joined.url) for name in names})
         running += [asyncio.ensure_future(work) for work in (canaries.run(), world.loop.run())]
         await made.until(lambda: all(made.sampled(CanaryPassed, name) for name in names), within_s)
         yield made

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 from waits import turns
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.feeds.kv_events import KvEvents
 from controller.router.endpoints import WorkerRank
 from events.blocks import local_hashes, sequence_hashes
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.kv import KvRequest, Removed, Stored, Tier
 from events.nats.connection import BrokerConnection
 from events.nats.overrides import FastClient
@@ -106,10 +106,10 @@ async def test_frontends_follow_a_worker_from_its_registration_to_its_end(
         assert joined.kv_events
         engine.announce(0, [Stored([1, 2, 3])])
         async with following(nats_server.url, joined) as frontend:
-            await eventually(lambda: frontend.index.find([1, 2, 3]).device == {holder: 3})
+            await eventually(lambda: frontend.view.index.find([1, 2, 3]).device == {holder: 3})
             engine.announce(0, [Removed([3]), Stored([4], 2, Tier.HOST)])
-            await eventually(lambda: frontend.index.find([1, 2, 4]).host == {holder: 3})
-            assert frontend.index.find([1, 2, 3]).device == {holder: 2}
+            await eventually(lambda: frontend.view.index.find([1, 2, 4]).host == {holder: 3})
+            assert frontend.view.index.find([1, 2, 3]).device == {holder: 2}
         assert worker.kv is not None and (worker.kv.published, worker.kv.dropped, worker.kv.blocks) == (
             3,
             0,
@@ -141,19 +141,19 @@ async def test_blocks_of_a_convicted_worker_are_never_used_even_after_the_convic
             return output[key].cached_tokens or 0
 
         assert await found(1) == 0
-        await eventually(lambda: frontend.index.find(names).device == {holder: len(names)})
+        await eventually(lambda: frontend.view.index.find(names).device == {holder: len(names)})
         assert await found(2) == 63
         assert convicted({"instance": "i1", "reason": "corrupt"}) == {"convicted": True}
-        await eventually(lambda: not frontend.index.find(names).device)
+        await eventually(lambda: not frontend.view.index.find(names).device)
         assert [await found(3), await found(4)] == [0, 0]  # an answer that ends later leaves nothing either
         assert convicted({"instance": "i1", "reason": "corrupt"}) == {"convicted": True}
         assert convicted({"instance": "i1", "reason": ""}) == {"convicted": False}
         assert await found(5) == 0
-        await eventually(lambda: frontend.index.find(names).device == {holder: len(names)})
+        await eventually(lambda: frontend.view.index.find(names).device == {holder: len(names)})
         assert convicted({"instance": "i1", "reason": ""}) == {"convicted": False}  # the command was repeated
         assert await found(6) == 63
-        assert frontend.index.find(names).device == {holder: len(names)}
-        assert worker.kv is not None and worker.kv.refused == 0
+        assert frontend.view.index.find(names).device == {holder: len(names)}
+        assert worker.kv is not None and not any(one.refused for one in worker.kv.ledgers.values())
 
 
 async def test_a_worker_without_kv_events_registers_none(connection: BrokerConnection) -> None:
@@ -186,7 +186,7 @@ async def test_a_dump_that_is_no_longer_fetched_is_dropped(
     publisher = KvPublisher("w0", "i1", connection, LedgerBounds(part_blocks=2, dump_s=-1.0))
     publisher.announce(0, [Stored([1, 2, 3])])
     publisher.answer(KvRequest())
-    assert publisher.dumps == 1
+    assert sum(len(ledger.snapshots) for ledger in publisher.ledgers.values()) == 1
     publisher.start(1)  # publishes its next event id, now and every few seconds
-    assert publisher.dumps == 0
+    assert sum(len(ledger.snapshots) for ledger in publisher.ledgers.values()) == 0
     await publisher.close()

@@ -25,7 +25,7 @@ from workers.kv_events.ledger import KvEventLedger, LedgerBounds
 
 def published(ledger: KvEventLedger, *events: KvEvent) -> list[KvEvent]:
     """Apply engine events. Return the events that frontends receive."""
-    first, bodies = ledger.say(events)
+    first, bodies = ledger.record(events)
     assert ledger.next == first + len(bodies)
     return kv.batch(kv.encode(["w", "i", 0, first, [Raw(body) for body in bodies]])).events
 
@@ -97,7 +97,7 @@ def test_the_ring_is_bounded_and_older_events_are_answered_with_a_dump() -> None
     for block in range(1, 101):
         published(ledger, Stored([block], block - 1 or None))
     assert answer(ledger, KvRequest(0, 50)) == Dump(100, 0, 1, [Stored(list(range(1, 101)))])
-    kept = ledger.kept
+    kept = len(ledger.ring)
     assert 10 < kept < 50
     for first in range(100):
         said_of = answer(ledger, KvRequest(0, first), 2.0 * first)
@@ -160,12 +160,12 @@ def test_the_number_of_kept_dumps_is_limited() -> None:
     for number in range(6):
         published(ledger, Stored([10 + number]))
         answer(ledger, KvRequest(), 2.0 * number)
-    assert ledger.dumps == LedgerBounds().dumps
+    assert len(ledger.snapshots) == LedgerBounds().dumps
 
 
 def test_unneeded_holes_do_not_accumulate() -> None:
     ledger = KvEventLedger(LedgerBounds(holes=10))
-    ledger.say([Cleared()])
+    ledger.record([Cleared()])
     for block in range(1, 1000):
         published(ledger, Stored([block]), Removed([block]))
     assert len(ledger) == 0 and ledger.holes <= 11

@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,29 @@ from kv_kit import BLOCKS, KV, TOKENS, content, receiving
 
 from workers.kv_transfer.messages import Grant, TransferFailed, TransferRefused
 from workers.kv_transfer.receiver import ArrivalProgress, Arrived
-from workers.kv_transfer.sender import Shipment
+from workers.kv_transfer.sender import Sender, Shipment
+
+
+@asynccontextmanager
+async def shipping(grant: Grant, threads: ThreadPoolExecutor | None = None) -> AsyncIterator[Shipment]:
+    """Open a shipment, and close it at the end."""
+    own = threads or ThreadPoolExecutor(1)
+    shipment = Shipment(Sender(grant), own)
+    await shipment.open()
+    try:
+        yield shipment
+    finally:
+        shipment.close()
+        if threads is None:
+            own.shutdown(wait=False)
 
 
 async def test_the_loop_keeps_running_during_a_transfer(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
         grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
-        assert isinstance(grant, Grant)
         waiting = asyncio.ensure_future(asyncio.wrap_future(receiver.arrival(grant.ticket)))
         source = content(BLOCKS)
-        async with Shipment(grant, KV) as sent:
+        async with shipping(grant) as sent:
             await sent.send(source[:4096])
             await sent.finish(source[4096:], TOKENS, 50, b"state")
         async with asyncio.timeout(20):
@@ -36,8 +51,7 @@ async def test_shipments_share_threads(tmp_path: Path) -> None:
 
         async def move() -> None:
             grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
-            assert isinstance(grant, Grant)
-            async with Shipment(grant, KV, threads=threads) as sent:
+            async with shipping(grant, threads) as sent:
                 await sent.send(source[:4096])
                 await sent.finish(source[4096:], TOKENS, 50)
             arrived = await asyncio.wrap_future(receiver.arrival(grant.ticket))
@@ -54,8 +68,7 @@ async def test_shipments_share_threads(tmp_path: Path) -> None:
 async def test_leaving_a_shipment_early_frees_the_reservation(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
         grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS)
-        assert isinstance(grant, Grant)
-        async with Shipment(grant, KV) as sent:
+        async with shipping(grant) as sent:
             await sent.send(content(1))
         async with asyncio.timeout(20):
             arrived = await asyncio.wrap_future(receiver.arrival(grant.ticket))
@@ -66,9 +79,8 @@ async def test_a_cancelled_await_ends_soon_and_cancels_the_transfer(tmp_path: Pa
     """The target's thread is blocked, so that the source waits for an answer."""
     with receiving(tmp_path) as (receiver, _):
         grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
-        assert isinstance(grant, Grant)
         arrival = receiver.arrival(grant.ticket)
-        async with Shipment(grant, KV) as sent:
+        async with shipping(grant) as sent:
             over = threading.Event()
 
             class Held(ArrivalProgress):

@@ -59,7 +59,7 @@ class _Export:
 class _Import:
     def __init__(self, engine: Watched, inner: Any) -> None:
         self._engine, self._inner = engine, inner
-        self.cached_tokens, self.abort = inner.cached_tokens, inner.abort
+        self.cached_tokens = inner.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
         await self._engine.reach("take")

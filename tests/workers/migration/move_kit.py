@@ -162,7 +162,10 @@ class Road:
             if receiver is not None:
                 regions = receiver.regions
                 assert regions.folder is not None
-                assert {str(path) for path in regions.folder.iterdir()} <= {*regions.kept, regions.socket}
+                assert {str(path) for path in regions.folder.iterdir()} <= {
+                    *(one.path for one in regions.spares),
+                    regions.socket,
+                }
 
 
 async def alone(tokens: list[int], **sampling: Any) -> list[int]:

@@ -95,6 +95,7 @@ async def pair(spawn: Spawn, eventually: Eventually) -> AsyncIterator[Pair]:
     await asyncio.to_thread(sweep)
 
 
+@pytest.mark.slow
 async def test_a_stream_moves_between_processes_and_nothing_is_left_behind(
     pair: Pair, eventually: Eventually
 ) -> None:
@@ -119,6 +120,7 @@ async def test_a_stream_moves_between_processes_and_nothing_is_left_behind(
     assert not source.folder.exists() and not target.folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["reserved", "shipping", "committed"])
 async def test_the_stream_stays_at_its_source_if_the_target_is_killed(pair: Pair, when: str) -> None:
     await pair.begin()
@@ -136,6 +138,7 @@ async def test_the_stream_stays_at_its_source_if_the_target_is_killed(pair: Pair
     await source.frontend.until(lambda: source.free)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["shipping", "committed"])
 async def test_a_killed_source_leaves_nothing_at_the_target(
     pair: Pair, eventually: Eventually, when: str
@@ -159,6 +162,7 @@ async def test_a_killed_source_leaves_nothing_at_the_target(
     assert not target.folder.exists()
 
 
+@pytest.mark.slow
 async def test_the_next_worker_that_starts_sweeps_the_region_of_a_target_that_was_killed(
     pair: Pair, spawn: Spawn, eventually: Eventually
 ) -> None:

@@ -15,7 +15,7 @@ from llamacpp_build import server_in
 from waits import block_until
 
 from controller.adapters.embedded.free_port import free_port
-from controller.processes.children import die_with
+from controller.adapters.embedded.server import die_with
 
 FOLDER = "TEST_LLAMACPP_DIR"
 STARTS_WITHIN_S = 30.0

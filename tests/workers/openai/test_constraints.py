@@ -27,6 +27,7 @@ from workers.engines.openai.stream_decoder import Fault
 
 CHOICE = ["yes", "no"]
 SCHEMA = {"type": "object"}
+GRAMMAR = 'root ::= "ab" | "cd"\n'
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
@@ -45,10 +46,11 @@ async def rig(upstream: Upstream) -> AsyncIterator[Rig]:
     await rig.engine.stop()
 
 
-async def ask(rig: Rig, guided: dict[str, Any]) -> Any:
+async def ask(rig: Rig, guided: dict[str, Any], fallback: dict[str, Any] | None = None) -> Any:
     """Return the end of an answer with this constraint."""
-    key = rig.key()
-    rig.engine.submit(key, Generate(key, f"r{key}", prompt(), 40, Sampling(max_tokens=3), guided=guided))
+    key, sampling = rig.key(), Sampling(max_tokens=3)
+    request = Generate(key, f"r{key}", prompt(), 40, sampling, guided=guided, guided_fallback=fallback)
+    rig.engine.submit(key, request)
     return await rig.answer(key)
 
 
@@ -88,6 +90,36 @@ async def test_a_constraint_is_sent_under_a_name_that_the_server_obeys(
     names = {"structured_outputs", "response_format", "guided_choice", "guided_regex", "guided_json"}
     names |= {"guided_grammar"}
     assert {name: value for name, value in upstream.bodies[-1].items() if name in names} == said
+
+
+@pytest.mark.parametrize(
+    ("obeys", "said"),
+    [
+        ("structured_outputs ebnf gbnf guided", {"structured_outputs": {"grammar": GRAMMAR}}),
+        # vLLM with a backend that supports other constraints, but no grammars
+        ("structured_outputs, no grammars", {"structured_outputs": {"json": SCHEMA}}),
+        ("ebnf guided", {"ebnf": GRAMMAR}),
+        ("gbnf response_format", {"grammar": 'root ::= "ab" | "cd"\n'}),
+        ("guided response_format", {"guided_grammar": GRAMMAR}),
+        ("response_format", {"response_format": FORMAT}),
+    ],
+)
+async def test_a_grammar_is_sent_in_the_servers_own_notation_or_the_clients_own_field_instead(
+    upstream: Upstream, rig: Rig, obeys: str, said: dict[str, Any]
+) -> None:
+    upstream.obeys = frozenset(obeys.split(", ") if "," in obeys else obeys.split())
+    answer = await ask(rig, {"structured_outputs": {"grammar": GRAMMAR}}, {"response_format": FORMAT})
+    assert answer.finish == "length"
+    names = {"structured_outputs", "response_format", "guided_grammar", "ebnf", "grammar"}
+    assert {name: value for name, value in upstream.bodies[-1].items() if name in names} == said
+
+
+async def test_an_answer_does_not_continue_on_a_server_that_takes_no_grammar(
+    upstream: Upstream, rig: Rig
+) -> None:
+    upstream.obeys = frozenset(("response_format",))
+    error = (await ask(rig, {"structured_outputs": {"grammar": GRAMMAR}})).error
+    assert "does not constrain" in str(error)
 
 
 @pytest.mark.parametrize("manner", ["vllm", "llamacpp", "strict"])

@@ -16,7 +16,7 @@ import pytest_asyncio
 from llamacpp import LlamaServer
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.decisions import GoldenAgreed
 from events.observations import CanaryFailed, GoldenDisputed, RequestMigrated
 
@@ -58,7 +58,7 @@ def prompt(salt: int) -> list[int]:
     return [300 + (7 * salt + 13 * k) % 1500 for k in range(40)]
 
 
-async def run(fleet: DemoFleet, stream: Stream, tokens: int = TOKENS) -> Stream:
+async def run(fleet: LocalFleet, stream: Stream, tokens: int = TOKENS) -> Stream:
     """Read one stream to its end with the official client."""
     async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as api:
         answer = await api.completions.create(
@@ -81,7 +81,7 @@ async def run(fleet: DemoFleet, stream: Stream, tokens: int = TOKENS) -> Stream:
 
 
 async def under(
-    fleet: DemoFleet, name: str, prompts: list[list[int]], fault: Callable[[], None]
+    fleet: LocalFleet, name: str, prompts: list[list[int]], fault: Callable[[], None]
 ) -> list[Stream]:
     """Start eight streams, break something once all of them have begun, and return them finished."""
     begun = streams(name, prompts)
@@ -96,17 +96,17 @@ async def under(
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fleet(
     llamas: list[LlamaServer], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[DemoFleet]:
+) -> AsyncIterator[LocalFleet]:
     upstreams = [flag for server in llamas for flag in ("--upstream", server.url)]
     tokenizer = str(llamas[0].made / "tiny")
     flags = ("--engine", "openai", *upstreams, "--model", tokenizer, "--canary-interval", "1")
-    one = await DemoFleet.start(tmp_path_factory.mktemp("llamacpp"), *flags).ready()
+    one = await LocalFleet.start(tmp_path_factory.mktemp("llamacpp"), *flags).ready()
     yield one
     assert one.stop() == 0, one.log.read_text()
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def prompts(fleet: DemoFleet) -> list[list[int]]:
+async def prompts(fleet: LocalFleet) -> list[list[int]]:
     """Of many prompts, the eight with the most whole characters at the beginning of their answers."""
     await fleet.healthy(2)
     asked = streams("choice", [prompt(salt) for salt in range(CANDIDATES)])
@@ -115,7 +115,7 @@ async def prompts(fleet: DemoFleet) -> list[list[int]]:
     return [stream.prompt for stream in asked[:STREAMS]]
 
 
-async def migrations(fleet: DemoFleet, moved: list[Stream]) -> dict[str, RequestMigrated]:
+async def migrations(fleet: LocalFleet, moved: list[Stream]) -> dict[str, RequestMigrated]:
     """Return the journal's migration events of the moved streams, once they are recorded."""
     ours = {stream.request for stream in moved}
 
@@ -127,7 +127,7 @@ async def migrations(fleet: DemoFleet, moved: list[Stream]) -> dict[str, Request
 
 
 async def test_canaries_pass_on_both_servers_with_agreed_goldens(
-    fleet: DemoFleet, prompts: list[list[int]]
+    fleet: LocalFleet, prompts: list[list[int]]
 ) -> None:
     # other requests in the batch
     await asyncio.gather(*(run(fleet, stream) for stream in streams("load", prompts)))
@@ -143,7 +143,7 @@ async def test_canaries_pass_on_both_servers_with_agreed_goldens(
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 async def test_every_stream_continues_when_a_server_breaks(
-    fleet: DemoFleet, llamas: list[LlamaServer], prompts: list[list[int]], fault: str
+    fleet: LocalFleet, llamas: list[LlamaServer], prompts: list[list[int]], fault: str
 ) -> None:
     await fleet.healthy(2)
     expected = await asyncio.gather(*(run(fleet, stream) for stream in streams("undisturbed", prompts)))
@@ -175,7 +175,7 @@ def compare(got: list[Stream], expected: list[Stream], moves: dict[str, RequestM
     return compared
 
 
-async def test_a_recovered_server_serves_again(fleet: DemoFleet, llamas: list[LlamaServer]) -> None:
+async def test_a_recovered_server_serves_again(fleet: LocalFleet, llamas: list[LlamaServer]) -> None:
     status = await fleet.healthy(2)
     assert {worker["engine"] for worker in status["workers"]} == {"openai"}
     assert all(server.healthy() for server in llamas)

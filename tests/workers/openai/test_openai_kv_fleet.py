@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 from engine_contract import asked
+from memory_journal import MemoryJournal, MemoryStream
 from upstream import Upstream
 from vllm_events import Publisher, cleared, removed, stored
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.feeds.kv_events import KvEvents
 from controller.router.endpoints import WorkerRank
 from events import blocks
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.nats.connection import BrokerConnection
 from events.observations import WorkerJoined
 from workers.config.settings import WorkerConfig
@@ -154,8 +154,8 @@ async def test_a_frontend_knows_what_the_server_behind_a_worker_has_cached(
 
         def same() -> bool:
             there = set(cache.held.values())
-            return frontend.index.count(HOLDER) == len(there) and all(
-                frontend.index.find(names).device.get(HOLDER, 0) == depth(names, there)
+            return frontend.view.index.count(HOLDER) == len(there) and all(
+                frontend.view.index.find(names).device.get(HOLDER, 0) == depth(names, there)
                 for names in map(names_of, prompts(1))
             )
 

@@ -104,6 +104,7 @@ def test_an_unreadable_batch_is_malformed(payload: bytes) -> None:
         read_batch(payload)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(payload=st.binary(max_size=60), value=st.recursive(
     st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3) | st.sampled_from(["BlockStored", "BlockRemoved"]),

@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 from vllm_servers import VllmServer, folder
 
+from benchmarks.local_fleet import LocalFleet
 from controller.demo.clients import Received, Users
-from controller.demo.fleet import DemoFleet
 from events.decisions import GoldenAgreed
 from events.observations import (
     CanaryFailed,
@@ -51,13 +51,13 @@ _numbers = itertools.count()
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fleet(
     vllms: list[VllmServer], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[DemoFleet]:
+) -> AsyncIterator[LocalFleet]:
     """One worker for each server."""
     made = folder()
     assert made is not None
     upstreams = itertools.chain.from_iterable(("--upstream", server.url) for server in vllms)
     flags = ("--engine", "openai", "--model", str(made / "tiny"), *upstreams, *FLAGS)
-    one = await DemoFleet.start(tmp_path_factory.mktemp("fleet"), *flags).ready()
+    one = await LocalFleet.start(tmp_path_factory.mktemp("fleet"), *flags).ready()
     yield one
     assert one.stop() == 0, one.log.read_text()
 
@@ -71,7 +71,7 @@ def all_serve(status: dict[str, Any]) -> bool:
 
 
 async def struck(
-    fleet: DemoFleet, worker: str, users: Users, strike: Callable[[], None], eventually: Eventually
+    fleet: LocalFleet, worker: str, users: Users, strike: Callable[[], None], eventually: Eventually
 ) -> tuple[list[Received], float, datetime]:
     """Start the streams, inject a fault once all have begun and some of them run on this worker.
 
@@ -93,7 +93,7 @@ async def struck(
 
 
 async def moves(
-    fleet: DemoFleet, streams: Sequence[Received], since: datetime, eventually: Eventually
+    fleet: LocalFleet, streams: Sequence[Received], since: datetime, eventually: Eventually
 ) -> list[RequestMigrated]:
     """Return the journal's migration events of the streams, once they are recorded; earlier moves are excluded."""
     ours, found = {stream.request for stream in streams}, []
@@ -112,7 +112,7 @@ async def moves(
 
 
 async def test_canaries_pass_on_both_servers_with_agreed_goldens(
-    fleet: DemoFleet, eventually: Eventually
+    fleet: LocalFleet, eventually: Eventually
 ) -> None:
     await fleet.until(all_serve, RECOVERS_WITHIN_S)
 
@@ -131,7 +131,7 @@ async def test_canaries_pass_on_both_servers_with_agreed_goldens(
 
 
 async def test_canaries_bypass_the_prefix_cache(
-    fleet: DemoFleet, vllms: list[VllmServer], eventually: Eventually
+    fleet: LocalFleet, vllms: list[VllmServer], eventually: Eventually
 ) -> None:
     await fleet.until(all_serve, RECOVERS_WITHIN_S)
 
@@ -159,7 +159,7 @@ STRIKES: list[tuple[str, int, Callable[[VllmServer], None]]] = [
 
 @pytest.mark.parametrize(("place", "strike"), [s[1:] for s in STRIKES], ids=[s[0] for s in STRIKES])
 async def test_a_stream_continues_on_the_other_server(
-    fleet: DemoFleet,
+    fleet: LocalFleet,
     vllms: list[VllmServer],
     place: int,
     strike: Callable[[VllmServer], None],
@@ -261,7 +261,7 @@ async def test_a_request_that_kills_its_server_is_refused_after_at_most_two(
         killers = [await stack.enter_async_context(Killer(server).listening()) for server in vllms]
         upstreams = itertools.chain.from_iterable(("--upstream", killer.url) for killer in killers)
         flags = ("--engine", "openai", "--model", str(made / "tiny"), *upstreams, *FLAGS)
-        fleet = await DemoFleet.start(tmp_path_factory.mktemp("poisoned"), *flags).ready()
+        fleet = await LocalFleet.start(tmp_path_factory.mktemp("poisoned"), *flags).ready()
         try:
             await fleet.until(all_serve, RECOVERS_WITHIN_S)
             api = openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)

@@ -11,7 +11,7 @@ import pytest
 from engine_contract import Rig
 from vllm_servers import FOLDER, VllmServer, folder
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored
 from workers.engines.openai.engine import OpenAIEngine
@@ -180,7 +180,7 @@ async def test_prompts_return_to_the_server_that_has_their_prefix(
         ("--upstream", s.url, "--upstream-kv-events", s.events, "--upstream-kv-replay", s.replays)
         for s in vllms
     )
-    fleet = await DemoFleet.start(
+    fleet = await LocalFleet.start(
         tmp_path, "--engine", "openai", "--model", f"{made}/tiny", *upstreams
     ).ready()
     try:
@@ -193,7 +193,7 @@ async def test_prompts_return_to_the_server_that_has_their_prefix(
     assert found >= 0.9 * 12 * 608  # the last block is computed in any case
 
 
-async def found_again(fleet: DemoFleet, vllms: list[VllmServer], prompts: list[list[int]]) -> float:
+async def found_again(fleet: LocalFleet, vllms: list[VllmServer], prompts: list[list[int]]) -> float:
     """Send every prompt twice; return how many tokens the servers had cached the second time."""
 
     async def all_hits() -> float:

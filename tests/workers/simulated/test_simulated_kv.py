@@ -12,6 +12,7 @@ from simulated_kit import Listener
 from events.kv import Cleared, Removed, Stored, Tier
 from workers.engines.simulated.kv_cache import (
     CLASSES,
+    EVICTORS,
     EvictorKind,
     KvManager,
     Lineage,
@@ -19,7 +20,6 @@ from workers.engines.simulated.kv_cache import (
     MultiLru,
     SlowTiers,
     TierTraffic,
-    evictor,
 )
 
 KINDS: tuple[EvictorKind, ...] = ("lru", "multi-lru", "lineage")
@@ -44,7 +44,7 @@ def test_the_block_idle_longest_is_evicted_first() -> None:
 
 
 def test_blocks_used_more_often_are_evicted_later() -> None:
-    multi = evictor("multi-lru")
+    multi = EVICTORS["multi-lru"]()
     for block in (1, 2, 3):
         multi.insert(block)
         for _ in range(CLASSES[0] - block):  # only the first reaches the next class
@@ -57,7 +57,7 @@ def test_blocks_used_more_often_are_evicted_later() -> None:
 
 
 def test_no_block_is_evicted_before_its_children() -> None:
-    lineage = evictor("lineage")
+    lineage = EVICTORS["lineage"]()
     lineage.insert(1)
     lineage.insert(2, 1)
     lineage.insert(9)
@@ -99,7 +99,7 @@ class PlainEvictor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_evictor_keeps_its_order_and_bounded_memory(kind: EvictorKind) -> None:
-    dice, real, plain = random.Random(kind), evictor(kind), PlainEvictor(kind)
+    dice, real, plain = random.Random(kind), EVICTORS[kind](), PlainEvictor(kind)
     for turn in range(4_000):
         # Few are removed at first, and their stale entries must be dropped along the way.
         act, block = dice.choice("iiiiirrre" if turn > 1_000 else "iiiiirrr"), dice.randrange(10)
@@ -114,14 +114,14 @@ def test_every_evictor_keeps_its_order_and_bounded_memory(kind: EvictorKind) -> 
         assert len(real) == len(plain.idle)
         assert all((block in real) == (block in plain.idle) for block in range(10))
         if isinstance(real, Lineage):
-            assert real.remembered <= 4 * 10 + 65 + len(real)
+            assert len(real.leaves) + len(real.below) <= 4 * 10 + 65 + len(real)
         if isinstance(real, MultiLru):
             assert real.uses == plain.uses
     assert [real.evict() for _ in range(11)] == [plain.evict() for _ in range(11)]
 
 
 def test_no_leaf_is_lost_when_stale_entries_are_dropped() -> None:
-    lineage = evictor("lineage")
+    lineage = EVICTORS["lineage"]()
     for block in [*range(10)] + 200 * [10]:
         lineage.insert(block)
     assert [lineage.evict() for _ in range(12)] == [*range(11), None]
@@ -245,7 +245,7 @@ def test_reused_blocks_stay_longer_on_slower_tiers() -> None:
     offered.offload(1, None)
     for one in (fetched, offered):
         one.offload(3, None)
-        assert one.blocks(Tier.HOST) == (1, 3)
+        assert [*one.held[Tier.HOST]] == [1, 3]
 
 
 def test_traffic_from_disk_and_host_is_counted_separately() -> None:
@@ -263,7 +263,7 @@ def test_a_block_without_its_prefix_is_not_kept() -> None:
     kv.destroy([1])
     kv.release([2])
     assert kv.use([5, 6])
-    assert kv.slow is not None and kv.slow.count(Tier.HOST) == 0
+    assert kv.slow is not None and not kv.slow.held[Tier.HOST]
 
 
 # --- everything at once
@@ -347,7 +347,7 @@ class Pools(RuleBasedStateMachine):
         idle = {block for block in range(50) if block in kv.inactive}
         assert self.listener.held[Tier.DEVICE] == full | idle
         for tier in (Tier.HOST, Tier.DISK):
-            assert self.listener.held[tier] == {*(kv.slow.blocks(tier) if kv.slow is not None else ())}
+            assert self.listener.held[tier] == {*(kv.slow.held[tier] if kv.slow is not None else ())}
 
     def teardown(self) -> None:
         if hasattr(self, "kv"):

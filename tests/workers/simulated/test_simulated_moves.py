@@ -76,10 +76,11 @@ async def test_a_moving_request_gets_one_token_per_turn_of_the_loop() -> None:
     assert [await turn() for _ in range(20)] == [1] * 20
     export.close()
     assert await turn() > 10
-    arrival = rig.engine.reserve(rig.key(), asked(0, prompt(salt=1), max_tokens=20), 100)
+    other = rig.key()
+    arrival = rig.engine.reserve(other, asked(0, prompt(salt=1), max_tokens=20), 100)
     assert not isinstance(arrival, str)
     assert [await turn() for _ in range(20)] == [1] * 20
-    arrival.abort()
+    rig.engine.cancel(other)
     assert await turn() > 10
     await rig.engine.stop()
 
@@ -88,13 +89,13 @@ async def test_a_transfer_takes_the_time_of_its_link_unless_aborted() -> None:
     async with both(EngineShape(context_tokens=512, kv_blocks=128, kv_token_s=0.001)) as pair:
         tokens, loop = prompt(40), asyncio.get_running_loop()
         _, export, _ = await pair.stopped_at(3, tokens, max_tokens=200)
-        _, coming = pair.reserve(asked(0, tokens, max_tokens=200), 60)
+        other, coming = pair.reserve(asked(0, tokens, max_tokens=200), 60)
         began = loop.time()
         await coming.take(0, 0, await export.blocks(0, 0, 2))
         assert loop.time() - began > 0.03
         taking = asyncio.create_task(coming.take(0, 2, await export.blocks(0, 2, 1)))
         await turns()
-        coming.abort()
+        pair.target.engine.cancel(other)
         with pytest.raises(MoveRefused):
             await taking
 
@@ -170,7 +171,7 @@ async def test_a_stop_cancelled_while_it_completes_is_undone() -> None:
 async def test_a_reservation_keeps_its_blocks_and_its_place() -> None:
     async with both(EngineShape(context_tokens=256, kv_blocks=16, batch_max=2)) as pair:
         engine = pair.target.engine
-        _, coming = pair.reserve(asked(0, prompt(30), max_tokens=100), 100)
+        other, _ = pair.reserve(asked(0, prompt(30), max_tokens=100), 100)
         assert engine.load().kv_used == 100 // 16 + 1
         keys = [pair.target.submit(prompt(30, n), max_tokens=100) for n in (1, 2)]
         await turns()
@@ -178,7 +179,7 @@ async def test_a_reservation_keeps_its_blocks_and_its_place() -> None:
         assert engine.reserve(pair.target.key(), asked(0, prompt(30)), 40) == (
             "overloaded: all 2 places of the batch are taken"
         )
-        coming.abort()
+        engine.cancel(other)
         for key in keys:
             assert len((await pair.target.answer(key)).tokens) == 100
 
@@ -254,6 +255,7 @@ def test_a_block_holds_a_byte_of_every_token() -> None:
 CROWDED = EngineShape(context_tokens=256, kv_blocks=28, batch_max=6, kv_block_bytes=256, tp=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("itl_s", [0.0, 0.001])
 @pytest.mark.parametrize("seed", range(8))
 async def test_no_token_is_lost_and_no_block_left_behind(seed: int, itl_s: float) -> None:

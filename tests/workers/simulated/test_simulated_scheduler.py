@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_kit import Listener
 
+from benchmarks.router.virtual.mute_scheduler import MuteScheduler
 from events import blocks
 from events.kv import KvEvent, Removed, Stored, Tier
 from events.wire import Chunk, Generate, Sampling, join
@@ -17,7 +18,7 @@ from workers.engines.simulated.engine import stats
 from workers.engines.simulated.kv_cache import EvictorKind, TierTraffic
 from workers.engines.simulated.language import EOS_BELOW, as_bytes, open_sequence
 from workers.engines.simulated.scheduler import Scheduler
-from workers.engines.simulated.sequence import BadShape, EngineShape, Preemption
+from workers.engines.simulated.sequence import BadShape, EngineShape, Preemption, prefix_names
 from workers.engines.simulated.timing import ConstantTiming, StepPlan, TieredTiming
 
 FAULTS = ("error", "corrupt", "drift", "heal")
@@ -84,9 +85,9 @@ def holds(scheduler: Scheduler, listener: Listener) -> None:
     assert listener.held[Tier.DEVICE] >= {block for block in counts if block >= 0}
     assert len(listener.held[Tier.DEVICE]) == sum(block >= 0 for block in counts) + len(kv.inactive)
     assert all(block in kv.inactive for block in listener.held[Tier.DEVICE] - counts.keys())
-    assert kv.named == listener.held[Tier.DEVICE]
+    assert kv.parents.keys() == listener.held[Tier.DEVICE]
     if kv.slow is not None:
-        assert all(set(kv.slow.blocks(tier)) == listener.held[tier] for tier in (Tier.HOST, Tier.DISK))
+        assert all(kv.slow.held[tier].keys() == listener.held[tier] for tier in (Tier.HOST, Tier.DISK))
 
 
 REQUESTS = st.lists(
@@ -116,6 +117,7 @@ def smaller(shape: EngineShape) -> EngineShape:
     return EngineShape(**{name: getattr(shape, name) for name in shape.__slots__} | {"kv_blocks": 11})
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @example(  # a preemption before two one-token blocks of the request are named
     EngineShape(
@@ -133,17 +135,23 @@ def test_every_request_gets_the_undisturbed_answer_and_every_block_is_accounted_
     assert roomy.preemptions == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(SHAPES, REQUESTS)
 def test_a_mute_scheduler_and_skipped_passes_give_the_same_result(shape: EngineShape, asked: Asked) -> None:
     """Three schedulers, the last of which skips passes. No two requests are equal: they would share their answers."""
     first: list[int] = []
-    speaking, mute, quick = every = Scheduler(shape), Scheduler(shape, mute=True), Scheduler(shape, mute=True)
+    speaking, mute, quick = every = Scheduler(shape), MuteScheduler(shape), MuteScheduler(shape)
     for one in every:
         one.kv.heard = True
-        for key, (_, length, most, canary) in enumerate(asked):
+        for key, (_, length, most, _) in enumerate(asked):
             tokens = [*prompt(length - 1, key % 3), 300 + key]
-            assert one.submit(key, generate(tokens, most, canary=canary)) is None
+            request = generate(tokens, most)
+            if isinstance(one, MuteScheduler):
+                names = prefix_names(tokens, request, shape.block_tokens)
+                assert one.submit_silent(key, length, most, names) is None
+            else:
+                assert one.submit(key, request) is None
     for _ in range(2_000):
         plan = together(every)
         if plan.idle:
@@ -169,6 +177,7 @@ def test_a_mute_scheduler_and_skipped_passes_give_the_same_result(shape: EngineS
     assert speaking.preemptions == mute.preemptions == quick.preemptions
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(SHAPES, REQUESTS, st.integers(0, 60), st.dictionaries(st.integers(0, 40), st.sampled_from(FAULTS)))
 def test_passes_run_together_equal_single_passes(
@@ -474,16 +483,16 @@ def test_blocks_held_by_others_need_no_room() -> None:
 
 
 def test_a_request_that_the_pool_cannot_hold_is_refused_at_once() -> None:
-    scheduler = Scheduler(EngineShape(context_tokens=128, kv_blocks=8), mute=True)
-    assert (scheduler.submit_silent(1, 128, 8, [])) == (
-        "invalid_request: 128 tokens leave no room in a context of 128"
-    )
-    assert scheduler.submit_silent(2, 127, 8, []) is None
+    scheduler = Scheduler(EngineShape(context_tokens=128, kv_blocks=8))
+    refused = scheduler.submit(1, generate(prompt(128)))
+    assert refused is not None
+    assert refused.error == "invalid_request: 128 tokens leave no room in a context of 128"
+    assert scheduler.submit(2, generate(prompt(127))) is None
     assert one_pass(scheduler)[0].prefill_tokens == 127
 
 
 def test_an_answer_ends_with_the_context() -> None:
-    scheduler = Scheduler(EngineShape(context_tokens=128), mute=True)
+    scheduler = MuteScheduler(EngineShape(context_tokens=128))
     assert scheduler.submit_silent(1, 120, 50, []) is None
     passes = 0
     while not one_pass(scheduler)[0].idle:
@@ -500,7 +509,7 @@ def test_a_watermark_is_a_share() -> None:
 
 
 def test_given_names_extend_into_the_answer() -> None:
-    scheduler = Scheduler(EngineShape(), mute=True)
+    scheduler = MuteScheduler(EngineShape())
     scheduler.kv.heard = True
     assert scheduler.submit_silent(1, 40, 30, [11, 12, 13]) is None
     while not one_pass(scheduler)[0].idle:
@@ -522,7 +531,7 @@ def test_a_block_is_named_though_its_last_token_ends_the_answer() -> None:
 
 
 def test_cancelling_thousands_of_waiting_requests_is_fast() -> None:
-    scheduler = Scheduler(EngineShape(waiting_max=1 << 31), mute=True)
+    scheduler = MuteScheduler(EngineShape(waiting_max=1 << 31))
     for key in range(30_000):
         assert scheduler.submit_silent(key, 16, 8, []) is None
     began = time.process_time()
@@ -533,12 +542,13 @@ def test_cancelling_thousands_of_waiting_requests_is_fast() -> None:
 
 
 def test_a_request_cancelled_before_its_first_token_gets_none() -> None:
-    for mute in (False, True):
-        scheduler = Scheduler(EngineShape(), mute=mute)
-        scheduler.submit(1, generate(prompt(16)))
-        assert scheduler.plan().prefill_tokens == 16
-        scheduler.cancel(1)
-        assert scheduler.step() == []
+    scheduler, mute = both = Scheduler(EngineShape()), MuteScheduler(EngineShape())
+    scheduler.submit(1, generate(prompt(16)))
+    mute.submit_silent(1, 16, 8, [])
+    for one in both:
+        assert one.plan().prefill_tokens == 16
+        one.cancel(1)
+        assert one.step() == []
 
 
 def test_an_error_also_fails_requests_in_prefill() -> None:
@@ -561,7 +571,7 @@ def test_a_request_held_for_a_move_is_part_of_the_load() -> None:
 
 
 def test_no_pass_is_steady_after_a_request_arrived_or_left_since_the_plan() -> None:
-    scheduler = Scheduler(EngineShape(batch_max=2), mute=True)
+    scheduler = MuteScheduler(EngineShape(batch_max=2))
     for key in range(2):
         scheduler.submit_silent(key, 17, 100, [])
     one_pass(scheduler)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.engines
 
 from benchmarks.corruption.sdc import delay, measured  # noqa: E402
 from benchmarks.corruption.sdc_bench import prepared  # noqa: E402
-from workers.engines.transformers.faults import KINDS, WeightFaultInjector, draw_fault  # noqa: E402
+from benchmarks.corruption.weight_faults import KINDS, AnyFaultInjector, draw_fault  # noqa: E402
 
 
 def test_a_few_faults_are_judged_by_both_rules_and_found_within_a_round(tiny: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_few_faults_are_judged_by_both_rules_and_found_within_a_round(tiny: Pa
     assert found["today"]["max_intervals"] <= found["0.2.0"]["max_intervals"] + 1 <= 5
 
     weights = bench.stepper.model.parameters()
-    surgeon = WeightFaultInjector(weights)
+    surgeon = AnyFaultInjector(weights)
     for kind in KINDS:  # a golden's part of the answer is judged as if it had been requested alone
         surgeon.inflict(draw_fault(weights, kind, random.Random(kind)))
         today, _ = bench.noticed()

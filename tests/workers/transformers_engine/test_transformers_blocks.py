@@ -184,15 +184,16 @@ def test_whatever_happens_every_block_has_as_many_holders_as_it_should(seed: int
                 holders[block] += 1
             known = names(one.tokens)
             for place, block in enumerate(one.blocks):
-                if (name := blocks.name_of(block)) is not None:
+                if block in blocks.names:
+                    name, _ = blocks.names[block]
                     assert name == known[place]
         assert blocks.holders == holders
-        assert sorted(blocks.takeable) == [block for block in range(count) if not holders[block]]
-        assert set(blocks.named.values()) == {
-            block for block in range(count) if blocks.name_of(block) is not None
-        }
+        assert sorted([*blocks.empty, *blocks.idle]) == [
+            block for block in range(count) if not holders[block]
+        ]
+        assert set(blocks.named.values()) == {block for block in range(count) if block in blocks.names}
         events: list[KvEvent] = blocks.take_events()
-        ledger.say(events)
+        ledger.record(events)
         assert ledger.refused == 0
         assert set(ledger.held) == set(blocks.named)
 

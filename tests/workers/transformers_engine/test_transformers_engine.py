@@ -1,6 +1,7 @@
 """The transformers engine: the engine contract, exactness, limits and rehearsed faults."""
 
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,7 +16,11 @@ pytestmark = pytest.mark.engines
 from engine_contract import EngineContract, Rig, prompt  # noqa: E402
 
 from events.blocks import local_hashes, sequence_hashes  # noqa: E402
+from events.grammar.constraint import constraint_of  # noqa: E402
+from events.grammar.utf8 import unfinished  # noqa: E402
 from events.kv import Cleared, Stored  # noqa: E402
+from events.token_bytes import read_token_bytes  # noqa: E402
+from events.wire import Generate, Sampling  # noqa: E402
 from workers.engines.engine import Engine, EngineDead  # noqa: E402
 from workers.engines.transformers.engine import (  # noqa: E402
     STOP_DEADLINE_S,
@@ -259,7 +264,7 @@ async def test_a_shared_prefix_is_not_recomputed_and_is_announced(start: Make) -
     await rig.until(lambda: len(rig.announced) == 3)  # the prompt's, and two that the answer has filled
     for rank, events in rig.announced:
         assert rank == 0
-        ledger.say(events)
+        ledger.record(events)
     assert ledger.refused == 0 and len(ledger) == (70 + 29) // 16 and ledger.held[:4] == names
     second = await rig.ask([*asked, 5, 6, 7], max_tokens=30)
     third = await rig.ask(asked, max_tokens=30)
@@ -348,3 +353,35 @@ async def test_a_missing_device_is_refused_with_the_reason(tiny: Path) -> None:
 def test_an_invalid_setting_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadEngineSetting, match="dtype = 'int4': input should be 'float32'"):
         TransformersSettings(folder=tmp_path, dtype="int4")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_constrained_answer_fits_its_grammar_and_continues_from_every_token(
+    start: Make, small: Path, temperature: float
+) -> None:
+    rig, known = await start(), read_token_bytes(small / "tokenizer.json")
+    constraint = constraint_of({"structured_outputs": {"regex": "(yes|no), [a-z]{4,6} é{2}[0-9]"}})
+
+    async def answer(accepted: list[int], grammar: str) -> list[int]:
+        key, sampling = rig.key(), Sampling(max_tokens=40 - len(accepted), temperature=temperature, seed=5)
+        guided: dict[str, object] = {"structured_outputs": {"grammar": grammar}}
+        tokens = prompt() + accepted
+        rig.engine.submit(key, Generate(key, "constrained", tokens, len(prompt()), sampling, guided=guided))
+        found = await rig.answer(key)
+        assert found.finish == "stop", found.error
+        return list(found.tokens)
+
+    whole = await answer([], constraint.ebnf)
+    texts = [b"".join(known.get(token, b"") for token in whole[:cut]) for cut in range(len(whole) + 1)]
+    assert re.fullmatch("(yes|no), [a-z]{4,6} é{2}[0-9]", texts[-1].decode())
+    for cut in range(1, len(whole)):
+        if not unfinished(texts[cut]):
+            assert await answer(whole[:cut], constraint.rest(texts[cut].decode())) == whole[cut:], cut
+
+
+async def test_a_constraint_that_is_no_grammar_is_refused(start: Make) -> None:
+    rig = await start()
+    key = rig.key()
+    guided: dict[str, object] = {"response_format": {"type": "json_object"}}
+    rig.engine.submit(key, Generate(key, "r", prompt(), 40, Sampling(max_tokens=4), guided=guided))
+    assert "needs the constraint as a grammar" in str((await rig.answer(key)).error)

@@ -66,7 +66,11 @@ def stepper(rig: Rig) -> Any:
 def nothing_is_kept(rig: Rig) -> bool:
     """Whether every block is free, and exactly once."""
     blocks, transit = stepper(rig).blocks, stepper(rig).transit
-    return sorted(blocks.takeable) == list(range(blocks.count)) and not any(blocks.holders) and transit.empty
+    return (
+        sorted([*blocks.empty, *blocks.idle]) == list(range(blocks.count))
+        and not any(blocks.holders)
+        and transit.empty
+    )
 
 
 def recorded_logits(rig: Rig) -> list[Any]:
@@ -188,7 +192,7 @@ async def test_a_cancelled_copy_waits_until_its_memory_is_no_longer_read(both: B
     async with both() as pair:
         gate = threading.Event()
         slowed(pair.target, gate)
-        _, coming = pair.reserve(asked(0, prompt(30)), 64)
+        other, coming = pair.reserve(asked(0, prompt(30)), 64)
         taking = asyncio.ensure_future(coming.take(0, 0, bytes(pair.target.engine.kv[0].block_bytes)))
         await turns()
         taking.cancel()
@@ -197,7 +201,7 @@ async def test_a_cancelled_copy_waits_until_its_memory_is_no_longer_read(both: B
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await taking
-        coming.abort()
+        pair.target.engine.cancel(other)
         await pair.is_empty()
 
 
@@ -286,25 +290,25 @@ async def test_a_dead_engine_cannot_stop_a_request(both: Both) -> None:
 async def test_a_reservation_keeps_its_place_in_the_batch(both: Both) -> None:
     async with both(batch_max=2) as pair:
         engine = pair.target.engine
-        _, coming = pair.reserve(asked(0, prompt(30)), 64)
+        other, _ = pair.reserve(asked(0, prompt(30)), 64)
         keys = [pair.target.submit(prompt(30, n), max_tokens=100) for n in (1, 2)]
         await pair.target.until(lambda: pair.target.answers[keys[0]].tokens)
         assert (engine.load().running, engine.load().waiting) == (1, 1)
         assert engine.reserve(pair.target.key(), asked(0, prompt(30)), 40) == (
             "overloaded: all 2 places of the batch are taken"
         )
-        coming.abort()
+        engine.cancel(other)
         for key in keys:
             assert len((await pair.target.answer(key)).tokens) == 100
 
 
 async def test_a_request_that_waits_for_reserved_blocks_runs_when_the_reservation_ends(both: Both) -> None:
     async with both(context_tokens=256, kv_tokens=256, block_tokens=16) as pair:
-        _, coming = pair.reserve(asked(0, prompt(30)), 250)
+        other, _ = pair.reserve(asked(0, prompt(30)), 250)
         key = pair.target.submit(prompt(100), max_tokens=20)
         await pair.target.until(lambda: pair.target.engine.phase().name == "idle")
         assert pair.target.engine.load().waiting == 1
-        coming.abort()
+        pair.target.engine.cancel(other)
         assert len((await pair.target.answer(key)).tokens) == 20
 
 

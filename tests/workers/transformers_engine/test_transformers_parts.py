@@ -12,15 +12,10 @@ pytestmark = pytest.mark.engines
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from benchmarks.corruption.weight_faults import KINDS, AnyFaultInjector, draw_fault  # noqa: E402
 from events.wire import Sampling  # noqa: E402
 from workers.engines.transformers.blocks import Blocks  # noqa: E402
-from workers.engines.transformers.faults import (  # noqa: E402
-    KINDS,
-    NotFloat32,
-    WeightFault,
-    WeightFaultInjector,
-    draw_fault,
-)
+from workers.engines.transformers.faults import BitFlip, NotFloat32, WeightFaultInjector  # noqa: E402
 from workers.engines.transformers.sampling import choose, uniform  # noqa: E402
 from workers.engines.transformers.schedule import Schedule  # noqa: E402
 from workers.engines.transformers.sequence import TorchSequence  # noqa: E402
@@ -228,7 +223,7 @@ def test_each_row_gets_the_requested_number_of_logprobs() -> None:
 def test_a_fault_is_determined_by_its_seed_and_heals_completely(kind: str) -> None:
     weights = {"a": torch.randn(40, 24), "b": torch.randn(64, 64), "norm": torch.ones(64)}
     before = {name: weight.clone() for name, weight in weights.items()}
-    surgeon = WeightFaultInjector(weights)
+    surgeon = AnyFaultInjector(weights)
     fault = draw_fault(weights, kind, random.Random(4))
     assert fault == draw_fault(weights, kind, random.Random(4))
     surgeon.inflict(fault)
@@ -245,7 +240,7 @@ def test_a_fault_is_determined_by_its_seed_and_heals_completely(kind: str) -> No
 )
 def test_bits_are_numbered_as_in_float32(bit: int, value: float) -> None:
     weights = {"a": torch.full((2, 2), 1.5)}
-    WeightFaultInjector(weights).inflict(WeightFault("a", 1, 0, "bit", bit))
+    WeightFaultInjector(weights).inflict(BitFlip("a", 1, 0, bit))
     if bit == 30:  # the exponent of 1.5 is 127: its top bit makes it 255, which is not a number
         assert not torch.isfinite(weights["a"][1, 0])
     else:
@@ -254,6 +249,4 @@ def test_bits_are_numbered_as_in_float32(bit: int, value: float) -> None:
 
 def test_bits_of_other_types_are_left_alone() -> None:
     with pytest.raises(NotFloat32):
-        WeightFaultInjector({"a": torch.ones(2, 2, dtype=torch.bfloat16)}).inflict(
-            WeightFault("a", 0, 0, "sign", 31)
-        )
+        WeightFaultInjector({"a": torch.ones(2, 2, dtype=torch.bfloat16)}).inflict(BitFlip("a", 0, 0, 31))

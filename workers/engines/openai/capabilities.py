@@ -1,14 +1,14 @@
-"""An upstream's identity, its lineage, and the extensions of OpenAI's API that it supports.
+"""An upstream's identity and lineage, and the extensions of OpenAI's API that the upstream supports.
 
-The lineage is a text that names the server's weights, and the settings that change how the server computes. Its values come from
-these pages:
+The lineage is a text that names the server's weights, and the settings that change how the server computes. The values in the
+lineage come from these HTTP endpoints of the server:
 
     /v1/models        root, max_model_len      vLLM, SGLang; llama-server: n_ctx, size of the weights
     /get_model_info   weight_version           SGLang
     /get_server_info  quantization, KV dtype, attention backend
     /metrics          cache_dtype of vllm:cache_config_info
 
-A missing page contributes nothing. Values that change with each call or each start (`created`, `process_start_time_seconds`)
+A missing endpoint contributes nothing. Values that change with each call or each start (`created`, `process_start_time_seconds`)
 are excluded, so that a restart alone does not change the lineage.
 """
 
@@ -22,7 +22,7 @@ from workers.engines.openai.stream_decoder import IdsFrom
 VALUE_MAX = 80  # characters of one value of a lineage
 
 Told = tuple[tuple[str, str], ...]
-"""Names and values that one page reports, in a fixed order."""
+"""Names and values that the server reports at one HTTP path, in a fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,27 @@ class Abilities:
 
     @property
     def lineage(self) -> str:
-        """The lineage: what the upstream reports about its weights and how it computes. Empty if it reports nothing."""
-        return lineage(self.root, self.context_tokens, self.size, self.told)
+        """A text that names the server's weights, and the settings that change how the server computes.
+
+        The lineage is part of the canary key, which selects the stored correct answers to canaries. The lineage is empty if the
+        server reports neither weights nor settings. Only the last component of the weights' path (`root`) is included, because
+        hosts keep the same weights in different folders.
+        """
+        told = [pair for path in sorted(self.told) for pair in self.told[path]]
+        root = self.root.rstrip("/").rpartition("/")[2]
+        reported = [
+            ("root", root),
+            ("max_model_len", str(self.context_tokens or "")),
+            ("size", str(self.size or "")),
+        ]
+        shown = (f"{name}={value[:VALUE_MAX]}" for name, value in (*reported, *told) if value)
+        return ",".join(re.sub(r"[|,\s]", "_", pair) for pair in shown)
 
     @property
     def identity(self) -> dict[str, object]:
-        """The values that must not change while the worker's instance runs.
+        """The values that identify this instance of the worker. If one changes, the instance ends and a new one registers.
 
-        They do not contain `created` of /v1/models, because some servers compute `created` anew for each answer.
+        The field `created` of /v1/models is excluded, because some servers compute it anew for each answer.
         """
         return {
             "model": self.model,
@@ -72,8 +85,8 @@ class Abilities:
     def exact(self) -> bool:
         """Whether prompts and answers consist of token ids, so that an answer can be continued exactly.
 
-        Token ids in logprobs are not enough, because llama-server omits a token that leaves a character incomplete. For canaries
-        such ids suffice, because the same tokens are always omitted.
+        Token ids that are only in the logprobs are not enough: llama-server omits each token that ends within a character. For
+        canaries, such ids suffice, because the same answer always lacks the same tokens.
         """
         return self.token_prompts and self.ids_from == "token_ids"
 
@@ -85,19 +98,9 @@ class Abilities:
 
 
 def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping[str, Told]:
-    """Return the values of the lineage by page after a new read, `now`.
+    """Merge the lineage values that a server reports now with those of earlier reads, by HTTP path.
 
-    A page that could not be read (None) keeps its values in `known`, or has none if it was never read.
+    The lineage names the server's weights and computation settings. `now` has None for a path that could not be read now. Such
+    a path keeps its values from earlier reads, `known`. If it was never read, it gets no values.
     """
     return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
-
-
-def lineage(root: str, context_tokens: int | None, size: int | None, told: Mapping[str, Told]) -> str:
-    """Return the text of a lineage, which is part of the canary key. Empty if no value is reported.
-
-    The text contains only the last component of `root`, because hosts keep the same weights in different folders.
-    """
-    pairs = [("root", root.rstrip("/").rpartition("/")[2]), ("max_model_len", str(context_tokens or ""))]
-    pairs += [("size", str(size or "")), *(pair for path in sorted(told) for pair in told[path])]
-    shown = (f"{name}={value[:VALUE_MAX]}" for name, value in pairs if value)
-    return ",".join(re.sub(r"[|,\s]", "_", pair) for pair in shown)

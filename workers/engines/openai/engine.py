@@ -4,18 +4,19 @@ Each request is one streamed completion. All output that arrives in one event lo
 upstream accepts and returns token ids, an answer can be continued exactly on another worker. If the upstream only handles text,
 chunks carry text, and the worker registers with `exact=False`.
 
-A request can move with its KV cache from one vLLM server to another by a handle. The handle tells the target where the source
-keeps the request's KV blocks:
+A request can move with its KV cache from one vLLM server to another by a handle. The handle tells the target server where the
+source server keeps the request's KV blocks:
 
-1. The source's worker requests one more token from its server, with `do_remote_decode`. This costs the server one step, because
-   its prefix cache has all earlier tokens.
+1. The source's worker requests one more token from its server, with `do_remote_decode`. This costs the server only one step,
+   because the server's prefix cache has all earlier tokens.
 2. The server answers with a handle, and keeps the blocks for a lease of 30 s.
-3. The handle travels between the workers in the form of one KV block that holds the whole sequence (`Handed`, `Arriving`).
+3. The workers transfer the handle as if it were one KV block that holds the whole sequence (`Handed`, `Arriving`).
 4. The target's server receives the handle with the same tokens, and pulls the blocks by vLLM's own connector (NIXL).
 
 Pitfalls of such moves (vLLM 0.32): Streamed answers carry no handle, so the handle is requested without streaming. vLLM does not
 keep the blocks of a cancelled request for other servers, but the request's prefix stays in the cache. The target must continue
-exactly the tokens that the handle covers. One more token that begins a new block terminates the target's engine.
+exactly the tokens that the handle covers. If a request has one token more than the handle covers, and this token begins a new
+block, the target's engine crashes.
 """
 
 import asyncio
@@ -97,9 +98,8 @@ class OpenAIEngine:
         self._places = Places()
         # maximum number of requests that are at the upstream at once; the others wait
         self._runs = settings.batch_max
-        self._stopped: dict[
-            int, Generate
-        ] = {}  # for each request stopped for a move, the request that would continue it
+        # for each request stopped for a move, the request that would continue it
+        self._stopped: dict[int, Generate] = {}
         self._out: list[tuple[int, Chunk]] = []
         self._health = UpstreamHealth(settings.silent_s)
 
@@ -138,7 +138,7 @@ class OpenAIEngine:
 
     @property
     def kv_event_counts(self) -> dict[str, int]:
-        """Counts of the upstream's KV events, by outcome; empty without a subscription."""
+        """Counts of the upstream's KV-event batches and of errors in them, by name; empty without a subscription."""
         return {} if self._account is None else self._account.counters
 
     def awaits(self) -> Awaits | None:
@@ -172,7 +172,7 @@ class OpenAIEngine:
     def _begin(self, key: int, request: Generate, handle: Handle | None = None) -> None:
         """Start a task that serves a request.
 
-        If the request comes from another server with its KV cache, `handle` locates the KV cache there.
+        `handle` locates the KV cache of a request that arrives from another server. It is None for all other requests.
         """
         # real servers reject a request with a larger `max_tokens`, instead of stopping at the end of the context
         most = min(request.sampling.max_tokens, self.identity.context_tokens - len(request.tokens))
@@ -197,8 +197,9 @@ class OpenAIEngine:
     def trust(self, trusted: bool) -> None:
         """Set whether requests may reuse blocks of the upstream's prefix cache.
 
-        While the worker is distrusted, requests read no cached blocks and store no reusable ones, as canaries do. Blocks computed
-        before the worker became distrusted are never reused, because the worker cannot empty the upstream's cache.
+        While the worker is distrusted, its requests read no cached blocks and store no reusable ones. Canaries do neither, even
+        while the worker is trusted. The worker cannot empty the upstream's cache. Instead, all later requests get new cache
+        salts. Under a new salt, the upstream finds no block that it stored before the worker became distrusted.
         """
         self._epochs.trust(trusted)
         if self.announces:
@@ -208,7 +209,8 @@ class OpenAIEngine:
     async def _serve(self, key: int, request: Generate, handle: Handle | None) -> None:
         """Wait for a free slot, send a request to the upstream, and relay the answer.
 
-        Canaries use no slot. Neither does a request that arrives with its KV cache, because the lease on that cache is short.
+        Canaries need no slot. A request that arrives with its KV cache needs none either, because the source server keeps that
+        cache only for a short lease.
         """
         assert self._exchange is not None
         try:
@@ -254,9 +256,10 @@ class OpenAIEngine:
         return error or Arriving(self, key, request)
 
     async def hand_over(self, key: int) -> tuple[list[int], Handle]:
-        """End a request's stream. Return all its tokens and a handle to their KV cache.
+        """End a request's stream. Return all tokens of the request, and a handle to their KV cache.
 
-        Raise MoveEnded if the request has ended or the upstream gives no handle. Without a handle, the request continues here.
+        Raise MoveEnded if the request has ended or the upstream gives no handle. Without a handle, the request continues on the
+        same upstream.
         """
         one = self._requests.get(key)
         if one is None or one.movable is None or self._upstream is None:
@@ -283,13 +286,13 @@ class OpenAIEngine:
             self._begin(key, rest)
 
     def accept(self, key: int, request: Generate, handle: Handle) -> None:
-        """Continue a request that arrived from another server. `handle` locates its KV cache there."""
+        """Continue a request that arrived from another server. `handle` locates the request's KV cache on that server."""
         self._begin(key, request, handle)
 
     def limit_batch(self, share: float) -> None:
-        """Limit how many requests are at the upstream at once to this share of the batch.
+        """Limit the requests at the upstream to `share` (0 to 1) of the configured batch size, but not below one.
 
-        The worker applies the limit itself, because the upstream's scheduler cannot be limited.
+        The worker applies the limit by holding back requests, because an upstream's batch size cannot be changed while it runs.
         """
         whole = self._settings.batch_max
         self._runs = max(1, int(whole * share))
@@ -316,7 +319,8 @@ class OpenAIEngine:
     async def check(self) -> None:
         """Raise EngineDead if the upstream is unhealthy, and EngineChanged if the upstream's identity has changed.
 
-        An upstream is unhealthy if it refuses several health checks in a row, or if it neither answers them nor sends tokens.
+        An upstream is unhealthy if it refuses several health checks in a row. It is also unhealthy if for `silent_s` seconds (a
+        setting) it neither answers health checks nor sends tokens.
         """
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
@@ -359,11 +363,14 @@ class UpstreamWait:
 
     @property
     def awaits(self) -> Awaits | None:
-        """The reason for the wait. None before the first attempt has failed, and after an attempt has succeeded."""
+        """The reason why the last attempt to read the upstream's identity failed.
+
+        None if no attempt has been made yet, or if the last one succeeded.
+        """
         return Awaits(self._why, self._upstream.model) if self._why else None
 
     async def abilities(self) -> Abilities:
-        """Poll the upstream until it answers, and return its abilities.
+        """Poll the upstream until it answers, and return its identity and the API extensions that it supports.
 
         Raise EngineDead if the upstream does not answer within the configured time, `start_s`.
         """
@@ -398,9 +405,10 @@ class UpstreamWait:
 
 
 def description(model: str, revision: str, engine_version: str) -> Description:
-    """Return the KV layout that represents a handle. Its values ensure that a handle only moves to a compatible server.
+    """Return the KV block layout for the transfer of a handle, a reference to a KV cache at its server.
 
-    Compatible are servers of the same engine version that serve the same model and revision.
+    The layout contains the model, revision and engine version. KV caches move only between equal layouts, so a handle only
+    reaches a server for which all three are equal.
     """
     return Description(
         model=model, revision=revision, dtype=f"handle/{engine_version}", layers=1, heads=1, head_size=1,
@@ -411,7 +419,7 @@ def description(model: str, revision: str, engine_version: str) -> Description:
 def continued(request: Generate, tokens: Sequence[int]) -> Generate:
     """Return a request that continues `request` after `tokens`, which are its prompt and the tokens generated so far.
 
-    The generated tokens are subtracted from `max_tokens` and `min_tokens`.
+    The new request's `max_tokens` and `min_tokens` are reduced by the number of the generated tokens.
     """
     generated = len(tokens) - len(request.tokens)
     sampling = request.sampling
@@ -427,7 +435,8 @@ def continued(request: Generate, tokens: Sequence[int]) -> Generate:
 class Handed:
     """The `Export` of a request that moves to another worker by a handle.
 
-    There is no handle before the request has stopped, so no block can be sent before that.
+    A handle is a reference by which another server can fetch the request's KV cache. The upstream gives a handle only after the
+    request has stopped. Before `stop`, there is therefore nothing to send.
     """
 
     def __init__(self, engine: OpenAIEngine, key: int) -> None:
@@ -462,7 +471,7 @@ class Handed:
 
 
 class Arriving:
-    """The `Import` of a request that arrives by a handle."""
+    """The `Import` of a request that arrives with a handle, a reference to its KV cache at another server."""
 
     cached_tokens = 0
 
@@ -484,6 +493,3 @@ class Arriving:
         if not isinstance(handle, dict):
             raise MoveRefused("the data that arrived is not a handle")
         self._engine.accept(self._key, continued(self._request, tokens), handle)
-
-    def abort(self) -> None:
-        self._words = b""

@@ -1,12 +1,12 @@
 """Sends requests to the upstream and relays the answers.
 
-Two helpers adapt the requests: `Constraints` translates a required form of the answer, and `UpstreamKey` follows the API key
-file.
+Two helpers adapt the requests. `Constraints` translates the required form of an answer, such as a JSON schema, into a field that
+the upstream obeys. `UpstreamKey` follows changes of the file that contains the API key.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,9 @@ import aiohttp
 import msgspec
 import structlog
 
+from events.grammar.ebnf import parse_ebnf
+from events.grammar.printer import to_gbnf
+from events.grammar.refusals import GrammarRefused
 from events.process.key_file import read_key
 from events.refusal import unsupported
 from events.wire import Chunk, Generate, Logprob
@@ -43,19 +46,26 @@ log = structlog.get_logger(__name__)
 Emit = Callable[[list[Chunk]], None]
 
 WORD = "zebra"  # an unlikely answer to the prompt of a probe
-Style = Literal["structured_outputs", "guided", "response_format"]
+Style = Literal["structured_outputs", "guided", "response_format", "grammar", "ebnf", "gbnf"]
 GUIDED = "guided_"
 KINDS = ("json", "regex", "choice", "grammar")  # kinds of constraints that `guided` supports, too
+GRAMMAR = f'root ::= "{WORD}"\n'
 SCHEMA = {"name": "probe", "schema": {"type": "string", "enum": [WORD]}}
 PROBES: dict[Style, JsonObject] = {
     "structured_outputs": {"structured_outputs": {"choice": [WORD]}},
     "guided": {"guided_choice": [WORD]},
     "response_format": {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    "grammar": {"structured_outputs": {"grammar": GRAMMAR}},  # not every backend of vLLM supports grammars
+    "ebnf": {"ebnf": GRAMMAR},  # SGLang
+    "gbnf": {"grammar": GRAMMAR},  # llama-server
 }
 CONTRADICTIONS: dict[Style, JsonObject] = {
     "structured_outputs": {"structured_outputs": {"choice": [WORD], "regex": WORD}},
     "guided": {"guided_choice": [WORD], "guided_regex": WORD},
     "response_format": {"response_format": {"type": WORD}},
+    "grammar": {"structured_outputs": {"grammar": GRAMMAR, "regex": WORD}},
+    "ebnf": {"ebnf": GRAMMAR, "regex": WORD},
+    "gbnf": {"grammar": GRAMMAR, "json_schema": SCHEMA["schema"]},
 }
 REPEAT_S_MIN = 10.0
 REPEAT_S_MAX = 900.0
@@ -63,7 +73,7 @@ REPEAT_S_MAX = 900.0
 
 @dataclass(slots=True)
 class Failed:
-    """The schedule for the repetition of a failed probe."""
+    """A failed probe of a request field that `Constraints` may use, and the time at which to repeat the probe."""
 
     again_at: float  # time of the repetition; loop seconds
     wait_s: float  # seconds between the failure and the repetition
@@ -71,65 +81,71 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Obeyed:
-    """The conditions under which a successful probe stays valid."""
+    """A successful probe of a request field that `Constraints` may use, and the limits of its validity."""
 
     until: float  # time of its expiry; loop seconds
     doubts: int  # the upstream's doubt count at the probe; the probe is invalid when the count has changed
 
 
+@dataclass(eq=False)
 class Constraints:
-    """Finds out which request field makes a server constrain the form of its answers, such as to a JSON schema.
+    """Finds the request field by which a server constrains the form of its answers, for example to a JSON schema.
 
-    Servers use different fields: `response_format`, and in vLLM first `guided_choice` and similar fields, later
-    `structured_outputs`. A server ignores a field that it does not know, so it proves nothing that a request was accepted. When a
-    request first needs a constraint, a probe requests a short completion with each field until one works. The probe's constraint
-    allows only one word. If the answer is that word, the field works.
+    Servers use different fields. Some obey `response_format`, `ebnf` (SGLang) or `grammar` (llama-server). vLLM has
+    `structured_outputs`, and in earlier versions `guided_choice` and similar fields. A server accepts a request with a
+    field that it does not know, and ignores the field. Therefore the fields are probed one after the other, when a request
+    first needs a constraint. A probe requests a short completion with a constraint that allows only one word. If the answer is
+    that word, the server obeys the field.
 
-    With a reasoning parser, vLLM does not constrain the reasoning, so the answer is not that word. Therefore a field also counts
-    as working if the server rejects a contradictory constraint. The contradiction is one that the server rejects before it
-    reaches the engine, because in some versions, a grammar that does not compile terminates vLLM's engine.
+    With a reasoning parser, vLLM does not constrain the reasoning, so the answer is not that word. A second probe then sends a
+    contradictory constraint. If the server rejects the contradiction, it has read the field, which counts as obeying. vLLM
+    rejects a contradiction before the request reaches the engine. A grammar that does not compile is not used as the
+    contradiction, because such a grammar terminates the engine of some vLLM versions.
 
-    A failed probe is repeated after 10 s, and the wait doubles after each failure, up to 15 min. A successful probe is repeated
-    after 15 min. It is repeated earlier if another server may have replaced the upstream, that is, after 401, 403, 404 or a
-    broken connection.
+    A failed probe is repeated after 10 s at the earliest. With each further failure, this time doubles, up to 15 min. The result
+    of a successful probe is valid for 15 min. It becomes invalid earlier after a 401, 403, 404 or a broken connection, because
+    another server may have replaced the upstream.
     """
 
-    def __init__(
-        self,
-        complete: Callable[[JsonObject], Awaitable[str | None]],
-        doubts: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """Probe by means of two functions.
+    # returns the text of a short completion with the given fields, or None if the server rejects them
+    complete: Callable[[JsonObject], Awaitable[str | None]]
+    doubts: Callable[[], int] = lambda: 0  # returns how often the upstream has behaved like another server
+    _obeyed: dict[Style, Obeyed] = field(default_factory=dict)
+    _failed: dict[Style, Failed] = field(default_factory=dict)
+    _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-        Args:
-            complete: returns the text of a short completion with the given fields, or None if the server rejects them.
-            doubts: returns how often the upstream has behaved like another server.
-        """
-        self._complete = complete
-        self._doubts = doubts
-        self._obeyed: dict[Style, Obeyed] = {}
-        self._failed: dict[Style, Failed] = {}
-        self._probing = asyncio.Lock()
+    async def translate(self, guided: JsonObject, fallback: JsonObject | None = None) -> JsonObject:
+        """Translate a constraint into a request field that the server obeys.
 
-    async def translate(self, guided: JsonObject) -> JsonObject:
-        """Translate a client's constraint into a request field that the server obeys.
-
-        Raise Fault if the server obeys no field that can express the constraint.
+        `guided` is the constraint, as a grammar if a grammar can express it. `fallback` is the client's own constraint, for
+        servers that take no grammar. Raise Fault if the server obeys no field that can express the constraint.
         """
         ((field, value),) = guided.items()
         kinds = _kinds(field, value)
+        if kinds.keys() == {"grammar"}:
+            if await self._obeys("grammar"):
+                return {"structured_outputs": kinds}
+            if await self._obeys("ebnf"):
+                return {"ebnf": kinds["grammar"]}
+            if await self._obeys("gbnf"):
+                return {"grammar": _as_gbnf(kinds["grammar"])}
+            if fallback is not None and not await self._obeys("guided"):
+                return await self.translate(fallback)
         if field == "response_format" and await self._obeys("response_format"):
             return guided
         if await self._obeys("structured_outputs"):
             return {"structured_outputs": kinds}
         if kinds.keys() <= set(KINDS) and await self._obeys("guided"):
             return {GUIDED + kind: what for kind, what in kinds.items()}
+        if kinds.keys() == {"json"} and await self._obeys("response_format"):
+            described = {"name": "answer", "schema": kinds["json"]}
+            return {"response_format": {"type": "json_schema", "json_schema": described}}
         raise Fault(unsupported(field, "this model's server does not constrain its answers by it").error)
 
     async def _obeys(self, style: Style) -> bool:
         async with self._probing:
             now, failed = asyncio.get_running_loop().time(), self._failed.get(style)
-            obeyed, doubts = self._obeyed.get(style), self._doubts()
+            obeyed, doubts = self._obeyed.get(style), self.doubts()
             if obeyed is not None and now < obeyed.until and doubts == obeyed.doubts:
                 return True
             if failed is not None and now < failed.again_at:
@@ -144,18 +160,26 @@ class Constraints:
             return False
 
     async def _probe(self, style: Style) -> bool:
-        """Return whether the server obeys the field of this style, or at least rejects a contradictory value.
+        """Return whether the server obeys a constraint in the field `style`, or rejects a contradictory one.
 
         Raise Fault or UpstreamUnavailable if the probe cannot be completed.
         """
-        text = await self._complete(PROBES[style])
+        text = await self.complete(PROBES[style])
         if text is None:
             return False
-        return text.strip().strip('"') == WORD or await self._complete(CONTRADICTIONS[style]) is None
+        return text.strip().strip('"') == WORD or await self.complete(CONTRADICTIONS[style]) is None
+
+
+def _as_gbnf(grammar: object) -> str:
+    """Return a grammar in EBNF as GBNF. Raise Fault if GBNF cannot express it."""
+    try:
+        return to_gbnf(parse_ebnf(str(grammar)))
+    except GrammarRefused as refused:
+        raise Fault(unsupported("structured_outputs", str(refused)).error) from refused
 
 
 def _kinds(field: str, value: object) -> JsonObject:
-    """Return the constraint in a client's field in the form of `structured_outputs`, which maps each kind to its value."""
+    """Convert a client's constraint to the form of `structured_outputs`: a map from kind (json, regex …) to value."""
     if field.startswith(GUIDED) or not isinstance(value, dict):
         return {field.removeprefix(GUIDED): value}
     if field != "response_format":
@@ -175,18 +199,18 @@ class UpstreamKey:
         self._trouble = ""
 
     async def follow(self, every_s: float = KEY_EVERY_S) -> None:
-        """Read the file every `every_s` seconds until cancelled. Return at once if there is no file."""
+        """Read the key file every `every_s` seconds until cancelled. Return at once if no key file is configured."""
         while self._file is not None:
             await asyncio.sleep(every_s)
             await self.read()
 
     async def replaced(self, used: str) -> bool:
-        """Re-read the file. Return whether the key now differs from `used`, the key with which a request failed."""
+        """Re-read the key file. Return whether the key now differs from `used`, the key with which a request failed."""
         await self.read()
         return self._upstream.key != used
 
     async def read(self) -> None:
-        """Read the file and use its key. An unreadable or partly written file leaves the key unchanged."""
+        """Read the key file and use its key. An unreadable or partly written file leaves the key unchanged."""
         if self._file is None:
             return
         try:
@@ -204,29 +228,28 @@ class UpstreamKey:
             log.info("upstream_key_replaced", file=str(self._file))
 
     def _note(self, trouble: str) -> None:
-        """Log the reason why the file cannot be read, unless the previous read failed for the same reason. Empty: no error."""
+        """Log why the key file cannot be read, unless the previous read failed for the same reason.
+
+        `trouble` is the reason. It is empty if the file was read.
+        """
         if trouble and trouble != self._trouble:
             log.warning("upstream_key_unreadable", reason=trouble, advice="the last good key stays in use")
         self._trouble = trouble
 
 
+@dataclass(eq=False)
 class Exchange:
     """Sends requests to one upstream, and passes the answers to the engine as chunks."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        abilities: Abilities,
-        key: UpstreamKey,
-        identity: IdentityWatch,
-        gate: RetryGate,
-    ) -> None:
-        self._upstream = upstream
-        self._abilities = abilities
-        self._key = key
-        self._identity = identity
-        self._gate = gate
-        self._constraints = Constraints(partial(upstream.completed_text, abilities), lambda: identity.doubts)
+    upstream: Upstream
+    abilities: Abilities
+    key: UpstreamKey
+    identity: IdentityWatch
+    gate: RetryGate
+
+    def __post_init__(self) -> None:
+        completed = partial(self.upstream.completed_text, self.abilities)
+        self._constraints = Constraints(completed, lambda: self.identity.doubts)
 
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
@@ -234,26 +257,26 @@ class Exchange:
         If the upstream refuses the request and the API key file has a new key, retry once with that key. `handle` locates the KV
         cache of a request that comes from another server.
         """
-        used = self._upstream.key
+        used = self.upstream.key
         error = await self._attempt(request, handle, emit)
-        if error is not None and await self._key.replaced(used):
+        if error is not None and await self.key.replaced(used):
             error = await self._attempt(request, handle, emit)
         if error is not None:
-            emit([Chunk(0, [], error=hidden(hidden(error, used), self._upstream.key))])
+            emit([Chunk(0, [], error=hidden(hidden(error, used), self.upstream.key))])
 
     async def _attempt(self, request: Generate, handle: Handle | None, emit: Emit) -> str | None:
         """Send a request once, and pass the chunks of the answer to `emit`.
 
-        Return the error if the upstream refused the request, or cannot serve it. Otherwise return None. A broken connection is
-        passed to `emit` as a chunk, too.
+        Return the error if the upstream refuses the request or cannot serve it. Otherwise, return None. If the connection breaks,
+        pass an error chunk to `emit` and return None.
         """
-        reading = UpstreamStream(request, self._abilities.ids_for(request))
+        reading = UpstreamStream(request, self.abilities.ids_for(request))
         try:
             if request.guided is not None:
-                guided = await self._constraints.translate(request.guided)
+                guided = await self._constraints.translate(request.guided, request.guided_fallback)
                 request = msgspec.structs.replace(request, guided=guided)
-            before = await prompt_logprobs(self._upstream, self._abilities, request)
-            async with self._upstream.complete(self._abilities, request, handle) as response:
+            before = await prompt_logprobs(self.upstream, self.abilities, request)
+            async with self.upstream.complete(self.abilities, request, handle) as response:
                 if response.status != 200:
                     return await self._refused(response, canary=request.canary)
                 async for data in response.content.iter_any():
@@ -264,12 +287,11 @@ class Exchange:
         except Fault as fault:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
-            self._identity.doubt()  # another server may have replaced the upstream
+            self.identity.doubt()  # another server may have replaced the upstream
             words = str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
-        except (
-            Exception
-        ) as error:  # a bug in this worker; without an error chunk, the caller would wait for ever
+        # a bug in this worker; without an error chunk, the caller would wait for ever
+        except Exception as error:
             log.exception("request_failed")
             emit([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         return None
@@ -280,17 +302,17 @@ class Exchange:
         If the status suggests that another server has replaced the upstream, re-read the upstream's identity.
         """
         error = await refusal(response, canary=canary)
-        if self._gate.refused(response.status, response.headers, canary=canary):
+        if self.gate.refused(response.status, response.headers, canary=canary):
             return f"{OVERLOADED}: {error.partition(': ')[2] or error}"
         if response.status in STRANGE:
-            self._identity.distrust()
-            if changed := await self._identity.look():
+            self.identity.distrust()
+            if changed := await self.identity.look():
                 return f"not_serving: the server behind the worker has changed ({changed})"
         return error
 
     def _emit(self, emit: Emit, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            chunk.error = chunk.error and hidden(chunk.error, self._upstream.key)
+            chunk.error = chunk.error and hidden(chunk.error, self.upstream.key)
         emit(chunks)
 
 
@@ -316,7 +338,8 @@ async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Gen
     """Return the logprobs of a request's prompt, or an empty list if the request does not need them.
 
     vLLM does not stream its `prompt_logprobs`, so they are obtained by a separate request before the answer. That request leaves
-    the prompt in vLLM's cache. Raise Fault or UpstreamUnavailable.
+    the prompt in vLLM's cache. Raise Fault if the server answers without valid logprobs, and UpstreamUnavailable if it does not
+    answer.
     """
     top = request.sampling.prompt_logprobs
     if top is None:
@@ -330,7 +353,7 @@ async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Gen
 
 
 def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return the logprob of each token of a prompt, with the `top` best tokens at its position.
+    """Return the logprob of each prompt token, together with the `top` most likely tokens at the same position.
 
     The logprob of the first token is 0, because no model output precedes it. Raise Fault if `answer` has no valid logprobs.
     """
@@ -354,9 +377,9 @@ def _position(token: int, ranked: dict[str, RankedToken], top: int) -> Logprob:
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:
-    """Prepend the prompt's logprobs, `found`, to those of the first chunk with tokens, and return `chunks`.
+    """Prepend `found`, the prompt's logprobs, to the logprobs of the first chunk with tokens, and return `chunks`.
 
-    `found` is then cleared, so that the logprobs are delivered once.
+    Once a chunk has received the prompt's logprobs, `found` is cleared, so that they are delivered only once.
     """
     if not found:
         return chunks

@@ -45,9 +45,8 @@ class UpstreamSettings:
     retry_after_max_s: float = MAX_S  # the longest time for which a `Retry-After` closes the worker
     # seconds without a token or an answer to a health check after which the upstream is dead
     silent_s: float = SILENT_S
-    handle_s: float = (
-        1.0  # time limit for a KV handle, which costs the server one step with a mostly cached prompt
-    )
+    # time limit for a KV handle, which costs the server one step with a mostly cached prompt
+    handle_s: float = 1.0
     times: AccountTimes = field(default_factory=AccountTimes)
 
 
@@ -58,8 +57,8 @@ def identify(
 
     Args:
         settings: values that replace or limit what the server reports.
-        known: the server's abilities.
-        account: the server's metrics and KV events; None before the first ones are read.
+        known: the server's own identity, and the extensions of OpenAI's API that it supports.
+        account: the reader of the server's metrics and KV events; None before it has read them.
     """
     said = known.context_tokens
     context = min(settings.context_tokens or said or CONTEXT_TOKENS, said or MOST_TOKENS)
@@ -114,7 +113,7 @@ def server_address(url: str) -> str:
 
 
 def _block_tokens(given: int | None, account: UpstreamAccount | None) -> int:
-    """Return the number of tokens per block: the configured number, `given`, or else what the upstream reports.
+    """Return the number of tokens per block: the configured number `given`, else the upstream's report, else 16 (BLOCK_TOKENS).
 
     If the worker receives the upstream's KV events, the upstream's value is used even if another one is configured.
     """

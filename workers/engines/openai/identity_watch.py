@@ -1,4 +1,4 @@
-"""Detects that an upstream has changed: its model, weights, version, context or extensions.
+"""Detects that an upstream has changed: its model, weights, version, context length or API extensions.
 
 The upstream's identity is read every 10 s, and at once after a 401, 403, 404 or a broken connection:
 
@@ -6,8 +6,9 @@ The upstream's identity is read every 10 s, and at once after a 401, 403, 404 or
       ├── the upstream does not answer ──▶ read again after a second
       └── differs, and a second read gives the same difference ──▶ changed: the worker's instance ends
 
-A probe for KV handles makes the upstream keep blocks for a lease of 30 s. So this probe is repeated only after the upstream was
-unreachable, or may have been replaced by another server.
+With a KV handle, another server can fetch a request's KV blocks. A probe for handles makes the upstream keep blocks for a lease
+of 30 s. Because of this cost, the probe is repeated only if the upstream was unreachable, or if another server may have
+replaced it.
 """
 
 import asyncio
@@ -49,22 +50,23 @@ class IdentityWatch:
         self.changed = ""  # the fields that have changed; empty: none
 
     def note(self, field: str) -> None:
-        """Record that `field` has changed, as detected by another component. An earlier change is kept instead."""
+        """Record a change of `field` that another component has detected, unless a change is already recorded."""
         self.changed = self.changed or field
 
     def doubt(self, *, slow: bool = False) -> None:
-        """Trigger a read at once, because the upstream answered like another server, or its connection broke.
+        """Trigger a read of the upstream's identity at once: another server may have replaced the upstream.
 
-        `slow` means that the upstream was only late, as a busy server is. Its further abilities are then not probed again.
+        `slow` means that the upstream was merely late to answer, as a busy server may be. In that case, the upstream's support
+        for KV handles and constrained answers is not probed again.
         """
         if not slow:
             self.distrust()
         self._doubted.set()
 
     def distrust(self) -> None:
-        """Have the upstream's further abilities probed again.
+        """Request new probes of the upstream's support for KV handles and for constrained answers.
 
-        KV handles are probed by the next read, and constraints when a request needs one.
+        KV handles are probed when the identity is next read, and constraints when a request next needs one.
         """
         self.doubts += 1
         self._handles_doubted = True
@@ -76,15 +78,14 @@ class IdentityWatch:
                 async with asyncio.timeout(AWAY_S if self._away else self._every_s):
                     await self._doubted.wait()
             if self._doubted.is_set() and self._away:
-                await asyncio.sleep(
-                    AWAY_S
-                )  # while the upstream is away, each failing request triggers a read
+                # while the upstream is away, each failing request triggers a read
+                await asyncio.sleep(AWAY_S)
             await self.look()
 
     async def look(self) -> str:
-        """Read the upstream's identity now. Return the fields that have changed, with their old and new values.
+        """Read the upstream's identity now, and return a text with the changed fields and their old and new values.
 
-        Return an empty string if no field has changed, or if the upstream does not answer.
+        The text is empty if no field has changed, or if the upstream does not answer.
         """
         asked_at = asyncio.get_running_loop().time()
         async with self._reading:
@@ -106,9 +107,8 @@ class IdentityWatch:
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
             except UpstreamUnavailable as error:
-                if not isinstance(
-                    error.__cause__, TimeoutError
-                ):  # after a timeout, the upstream may just be busy
+                # after a timeout, the upstream may just be busy
+                if not isinstance(error.__cause__, TimeoutError):
                     self.distrust()
                 self._away = True
             return self.changed
@@ -117,7 +117,7 @@ class IdentityWatch:
         known, upstream = self._known, self._upstream
         listed = await upstream.listed(known.model)
         version = await upstream.version()
-        told = merged(known.told, await upstream.told(known.told))
+        told = merged(known.told, await upstream.read_reported(known.told))
         seen = replace(
             known, model=listed.model, root=listed.root, context_tokens=listed.context_tokens,
             also_served=listed.also_served, size=listed.size, told=told, version=version or known.version,
@@ -131,9 +131,10 @@ class IdentityWatch:
         return replace(found, handles=await self._hands_over(found)).identity
 
     async def _hands_over(self, found: Abilities) -> bool:
-        """Return whether the upstream gives KV handles. If that is in doubt, probe the upstream, at most every 30 s.
+        """Return whether the upstream gives KV handles, by which another server can fetch a request's KV blocks.
 
-        The wait until the next probe doubles, up to 15 min, after each answer that is inconclusive or still has no handle.
+        If that is in doubt, the upstream is probed. Probes are at least 30 s apart. The interval doubles, up to 15 min, after
+        each probe that is inconclusive or confirms that there are no handles.
         """
         known, now = self._known.handles, asyncio.get_running_loop().time()
         if not self._handles_doubted or now < self._handles_at:

@@ -5,10 +5,10 @@ The upstream publishes numbered KV-event batches, and replays lost batches on re
     SUB      tcp://host:5557    (topic, number, payload); the number has 8 bytes, big endian
     DEALER   tcp://host:5558    a replay: send ("", first number); each answer is ("", [topic,] number, payload), the last has -1
 
-Each DP rank publishes on a port of its own, which is one above that of the previous rank. One separate thread receives the events
-of all ranks, because on the event loop, decoding and hashing the blocks of a busy server would delay the streams. `kv_rank`
-restores lost batches, and `kv_names` translates block names. Only this module uses ZeroMQ, and it is imported only if an
-upstream's KV events are configured.
+Each DP rank publishes on a port of its own, which is one above that of the previous rank. One separate thread receives the
+events of all ranks, because decoding and hashing the blocks of a busy server would delay the streams on the event loop.
+`kv_rank` restores lost batches, and `kv_names` translates block names. No other module uses ZeroMQ. This module is imported
+only if an upstream's KV events are configured.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ log = structlog.get_logger(__name__)
 
 
 class UpstreamKvEvents:
-    """Receives the KV events of one upstream, and announces them with Holdfast's block names."""
+    """Receives the KV events of one upstream, and announces them with sequence hashes as block names."""
 
     def __init__(
         self, endpoints: Sequence[str], replays: Sequence[str], announce: Announce, quiet_s: float = QUIET_S
     ) -> None:
-        """Prepare a subscription, which `start` begins.
+        """Prepare a subscription to the KV events. The subscription begins with `start`.
 
         Args:
             endpoints: the endpoints on which the DP ranks publish, one per rank.
@@ -66,9 +66,8 @@ class UpstreamKvEvents:
         self._bad_frames = 0
         self._bugs = 0
         self._met: set[UpstreamRank] = set()  # ranks that have accepted the subscription at least once
-        self._heard_at: dict[
-            UpstreamRank, float
-        ] = {}  # time of each rank's last message or check, monotonic seconds
+        # time of each rank's last message or check, monotonic seconds
+        self._heard_at: dict[UpstreamRank, float] = {}
         self.over = False  # True: the thread must end
         self._thread = threading.Thread(target=self._run, name="upstream-kv-events", daemon=True)
 
@@ -77,19 +76,19 @@ class UpstreamKvEvents:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the receiving thread, and wait for its end for up to a second. May be called from any thread, and twice."""
+        """Stop the receiving thread. Wait up to a second for its end. May be called from any thread, and more than once."""
         self.over = True
         if self._thread.is_alive():
             self._thread.join(STOP_S_MAX)
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record, for all ranks, a salted prompt that is being sent to the upstream."""
+        """Record, for all ranks, the tokens of a prompt that is being sent to the upstream with a cache salt."""
         for rank in self._ranks:
             rank.names.salted(tokens)
 
     @property
     def connected(self) -> bool:
-        """Whether every rank has accepted the subscription at least once, and a replay of its batches was requested."""
+        """Whether every rank has accepted the subscription, and has been asked to replay its batches, at least once."""
         return len(self._met) == len(self._ranks)
 
     @property
@@ -151,13 +150,15 @@ class UpstreamKvEvents:
         # A host that crashes does not close its connections. Only heartbeats detect that such a connection is dead.
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        socket.setsockopt(
-            zmq.SUBSCRIBE, b""
-        )  # all topics, because an endpoint belongs to one rank of one upstream
+        # all topics, because an endpoint belongs to one rank of one upstream
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
         return socket
 
     def _safely(self, rank: UpstreamRank, work: Callable[[], None]) -> None:
-        """Run `work`. If it raises, log the error and announce an empty cache, so that the rank lists no wrong blocks."""
+        """Run `work`, a function that receives or requests batches of `rank`. An exception does not end the thread.
+
+        If `work` fails, log the error and announce that the rank's cache is empty, so that no wrong block stays listed.
+        """
         try:
             work()
         except Exception:
@@ -170,7 +171,7 @@ class UpstreamKvEvents:
             time.sleep(PAUSE_S)
 
     def _watch(self, monitor: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
-        """Restore the rank's batches after a connection or reconnection, which the monitor socket reports."""
+        """Request a rank's missed batches whenever the monitor socket reports a connection or reconnection to the rank."""
         while monitor.poll(0):
             recv_monitor_message(monitor)
             self._heard_at[rank] = time.monotonic()
@@ -189,7 +190,10 @@ class UpstreamKvEvents:
             rank.receive(int.from_bytes(frames[1], "big"), frames[2])
 
     def _replay(self, endpoint: str, first: int) -> Iterator[Frame]:
-        """Request a replay from batch number `first` on, and yield the number and payload of each batch. Raise NoReplay."""
+        """Request a replay from batch number `first` on, and yield the number and payload of each batch.
+
+        Raise NoReplay if the endpoint does not complete the replay in time, or sends an invalid message.
+        """
         until = time.monotonic() + REPLAY_S_MAX
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -207,9 +211,9 @@ class UpstreamKvEvents:
                 yield number, frames[-1]
 
     def _answer(self, socket: "zmq.Socket[bytes]", endpoint: str, until: float) -> list[bytes]:
-        """Return the frames of a replay's next message. Raise NoReplay if no message arrives in time, or if it is invalid.
+        """Return the frames of a replay's next message. Raise NoReplay if the message is late or invalid.
 
-        `until` is the time limit of the whole replay, in monotonic seconds.
+        `until` is the monotonic time, in seconds, by which the whole replay must have ended.
         """
         silent = time.monotonic() + REPLAY_SILENCE_S
         while self.over or not socket.poll(POLL_MS):

@@ -4,21 +4,21 @@ An engine's own block names have no meaning outside the engine. Each event of a 
 parent block. From these, this module computes the block's sequence hash, which is the name that all of Holdfast uses
 (`events.blocks`). The names are recorded, because later events contain only the engine's own names. A block can be:
 
-    known      its sequence hash is recorded: the engine has the block, or had the block when events were lost
-    held       at least one tier has a copy. Copies are counted: if a prompt arrives twice at once, vLLM computes, keeps and
-               reports both copies
-    hidden     known, but without a sequence hash, so that no router can find it: a block of a canary, an image or an unknown
-               adapter
+    known      recorded by this module: the engine has the block, or had the block when events were lost
+    held       at least one storage tier has a copy. Copies are counted: if a prompt arrives twice at once, vLLM computes, keeps
+               and reports both copies
+    hidden     known, but recorded without a sequence hash. No router can find it. Blocks of a canary, an image or an unknown
+               adapter are hidden
 
-An engine that continues after its worker was convicted keeps the blocks that it has computed. Therefore each conviction begins a
-new epoch, and the epoch's number is part of the salts of all later prompts (`salt_of`). Only blocks stored in the newest epoch
-can be reused. The first block stored in an epoch hides all earlier blocks.
+When a worker is convicted of wrong answers, its engine can keep running, with wrong blocks in its cache. Therefore each
+conviction begins a new epoch, and the epoch's number is part of the salts of all later prompts (`salt_of`). Only blocks stored
+in the newest epoch can be reused. When the first block of an epoch is stored, all blocks of earlier epochs become hidden.
 
-After lost events (`lose`), all blocks are still known, but none is held. If the engine then stores a block on its device after a
-known block, the engine must have that known block and all blocks before it. These blocks become held again. So the blocks in use
-are recovered without a replay.
+After lost events (`lose`), all blocks are still known, but none counts as held. An engine stores a block on its device only if
+the device has all blocks of the sequence before that block. When the engine reports a new block on the device after a known
+parent, the parent and all blocks before it therefore become held. In this way, the blocks in use are recovered without a replay.
 
-This module does no I/O and uses no clock. Apart from `Names.salted`, one thread uses it.
+This module does no I/O and uses no clock. Only `Names.salted` may be called from a second thread.
 """
 
 import math
@@ -57,7 +57,7 @@ TIERS = {
     "NVME": Tier.DISK,
     "STORAGE": Tier.DISK,
 }
-"""The tier of each medium. A missing one (EXTERNAL, NETWORK, REMOTE, SHARED) does not belong to one worker."""
+"""The tier of each storage medium. A medium not listed (EXTERNAL, NETWORK, REMOTE, SHARED) does not belong to a single worker."""
 
 Fields = dict[str, Any]
 """The fields of an event, decoded and not yet checked."""
@@ -80,7 +80,8 @@ class MalformedKvBatch(HoldfastError):
 class BlocksStored:
     """Reports that the engine has stored these consecutive blocks. The first block follows `parent`.
 
-    An event without tokens only reports that the tier `tier` has blocks that were reported earlier.
+    An event without tokens reports no new blocks. It means that the storage tier `tier` now has blocks that were reported
+    earlier.
     """
 
     keys: list[Key]
@@ -90,9 +91,8 @@ class BlocksStored:
     tier: Tier = Tier.DEVICE
     # name of the LoRA adapter; empty: no adapter; None: an adapter with an unknown name
     lora: str | None = ""
-    extras: Sequence[
-        object
-    ] = ()  # per block, what its hash covers besides the tokens: adapter names, salts, images
+    # per block, what its hash covers besides the tokens: adapter names, salts, images
+    extras: Sequence[object] = ()
     group: int | None = None  # number of the KV cache group; None: the engine has only one
 
 
@@ -123,14 +123,15 @@ class UpstreamBatch:
 
 
 def read_batch(payload: bytes) -> UpstreamBatch:
-    """Decode a KV-event batch in the format of vLLM, which SGLang uses, too. Raise MalformedKvBatch.
+    """Decode a KV-event batch in vLLM's format, which SGLang uses, too.
 
     A batch is the msgpack of `[time, [event, ...], DP rank]`. In vLLM 0.32, an event is a map, such as `{"type": "BlockStored",
-    "block_hashes": ...}`. In SGLang and earlier versions of vLLM, an event is an array of the type's name and the fields, in the
-    same order. Newer engines append fields, and older ones have fewer. All these forms are accepted, and unknown fields are
+    "block_hashes": ...}`. In SGLang and earlier versions of vLLM, an event is an array: the name of the type, then the values of
+    the same fields. Newer engines append fields, and older ones have fewer. All these forms are accepted, and unknown fields are
     skipped.
 
-    If any required part cannot be read, the whole batch is rejected. A partly processed batch could leave removed blocks listed.
+    Raise MalformedKvBatch if any required part cannot be read. The whole batch is then rejected, because a partly processed batch
+    could leave removed blocks listed.
     """
     try:
         said = msgspec.msgpack.decode(payload)
@@ -209,9 +210,9 @@ def _key(said: object) -> Key:
 
 
 def salt_of(epoch: int, salt: str) -> str:
-    """Return the salt to send to the engine for a request with the salt `salt` in this epoch.
+    """Return the salt to send to the engine: the number of the cache epoch, combined with the request's own salt, `salt`.
 
-    In epoch 0, this is the request's own salt, unless the request's salt has the form of an epoch's salt.
+    In epoch 0, return `salt` unchanged, unless it looks like a salt that contains an epoch.
     """
     return f"{EPOCH_SALT}{epoch}-{salt}" if epoch or salt.startswith(EPOCH_SALT) else salt
 
@@ -229,11 +230,12 @@ def read_salt(salt: str) -> tuple[int, str]:
 class CacheEpochs:
     """Salts requests so that they do not reuse possibly wrong blocks of an upstream's prefix cache.
 
-    The worker cannot empty an upstream's prefix cache. Instead, each conviction of this worker, in any of its instances, begins
-    an epoch, and each epoch has another salt. So a request only reuses blocks that were computed after the last conviction.
+    The worker cannot empty an upstream's prefix cache. Instead, every conviction of this worker for wrong answers begins a new
+    epoch, and every epoch has a different salt. Convictions before a restart of the worker count, too. Because blocks are
+    reused only under the same salt, a request reuses only blocks that were computed after the last conviction.
 
-    When the worker becomes distrusted, requests get unique salts, so that they share no blocks with other requests. They do so
-    until the worker is trusted again and a later epoch has begun.
+    From the moment at which the worker becomes distrusted, each request gets a unique salt, and so shares no blocks with other
+    requests. Requests get the epoch's salt again when the worker is trusted and a later epoch has begun.
     """
 
     def __init__(self) -> None:
@@ -242,13 +244,16 @@ class CacheEpochs:
         self._spoilt = -1  # the newest epoch that may contain wrong blocks; -1: no epoch
 
     def trust(self, trusted: bool) -> None:
-        """Set whether requests may reuse blocks. When the worker becomes distrusted, no block computed so far is reused later."""
+        """Set whether requests may reuse blocks.
+
+        If not `trusted`, the blocks computed so far are never reused, not even after the worker is trusted again.
+        """
         self._trusted = trusted
         if not trusted:
             self._spoilt = self._epoch
 
     def salted(self, request: Generate) -> Generate:
-        """Return the request with the salt of its epoch, or with a unique salt if it must not reuse blocks.
+        """Return the request with the salt of the newest epoch, or with a unique salt if it must not reuse blocks.
 
         Canaries are returned unchanged, because `upstream.completion` adds a unique salt to them.
         """
@@ -279,7 +284,7 @@ class Names:
     """Records the blocks of one rank of an engine, and translates the engine's block names into sequence hashes."""
 
     def __init__(self, known_max: int = KNOWN_MAX, salted_max: int = SALTED_MAX) -> None:
-        """Keep at most `known_max` known blocks and `salted_max` salted prompts."""
+        """Record at most `known_max` blocks, and at most `salted_max` prompts that were sent with a cache salt."""
         self.block_tokens: int | None = None  # block size in tokens, from the first stored block; None before
         self.passed_over = dict.fromkeys(REASONS, 0)  # number of skipped blocks by reason
         self._known: dict[Key, Block] = {}
@@ -298,7 +303,7 @@ class Names:
         return len(self._known)
 
     def take(self, events: Sequence[UpstreamEvent]) -> list[KvEvent]:
-        """Process the events of one KV-event batch, and return Holdfast's events, which have sequence hashes as block names."""
+        """Process the events of one KV-event batch, and return them as Holdfast's events, with sequence hashes as block names."""
         out: list[KvEvent] = []
         for event in events:
             match event:
@@ -311,10 +316,10 @@ class Names:
         return out
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record a salted prompt that the worker is sending to the engine. May be called from another thread.
+        """Record a prompt that the worker is sending to the engine with a cache salt. May be called from another thread.
 
-        If an engine does not report salts, the blocks of a salted prompt look like those of a prompt without a salt. So until the
-        engine has reported a salt, all blocks of prompts with the same first block are hidden.
+        If an engine does not report salts, the blocks of a salted prompt look like those of a prompt without a salt. Until the
+        engine has reported a salt, routers see no block of any prompt that begins with the first block of a recorded prompt.
         """
         size = self.block_tokens
         if self._reports_salts or size is None or len(tokens) < size:
@@ -325,7 +330,10 @@ class Names:
             del self._salted[next(iter(self._salted))]
 
     def lose(self) -> list[KvEvent]:
-        """Mark all blocks as not held, because events were lost, and return the events to announce. The blocks stay known."""
+        """Record that events were lost, so that no tier is known to hold any block. Return the events to announce.
+
+        The blocks themselves stay known.
+        """
         for block in self._known.values():
             block.copies = [0, 0, 0]
         self._lost = True
@@ -357,7 +365,11 @@ class Names:
             out.append(Stored(named, None if parent is None else parent.name, event.tier))
 
     def _obstacle(self, event: BlocksStored, parent: Block | None, out: list[KvEvent]) -> str:
-        """Return the reason, one of `REASONS`, to skip these blocks; empty if the blocks can be recorded."""
+        """Return the reason, one of `REASONS`, to skip the event's blocks; empty if they can be recorded.
+
+        `parent` is the block before the event's first block. The event can prove that the engine still has blocks that counted
+        as lost. A `Stored` event for the visible ones of these blocks is then appended to `out`.
+        """
         size, count = event.block_tokens, len(event.keys)
         if size != self.block_tokens or len(event.tokens) != count * size:
             return "odd_size"  # a partial block, or a prefix with holes
@@ -367,7 +379,11 @@ class Names:
         return "full" if full else ""
 
     def _add(self, event: BlocksStored, parent: Block | None, out: list[KvEvent]) -> list[Block]:
-        """Record that the event's tier holds these blocks, and return the blocks."""
+        """Record that the event's storage tier holds the event's blocks, and return these blocks.
+
+        `parent` is the block before the event's first block. If the blocks begin a new cache epoch, a `Cleared` event is appended
+        to `out`.
+        """
         seed, local, visible = self._hash(event, parent, out)
         name, before = None if parent is None else parent.name, event.parent
         made: list[Block] = []
@@ -387,9 +403,11 @@ class Names:
     def _hash(
         self, event: BlocksStored, parent: Block | None, out: list[KvEvent]
     ) -> tuple[int, list[int], int]:
-        """Return the seed of the local hashes, the local hash of each block, and the number of visible blocks.
+        """Return the seed of the blocks' local hashes, the local hash of each block, and the number of visible blocks.
 
-        Only the first blocks are visible, which means that a router may look them up. The remaining blocks are hidden.
+        A local hash covers the tokens of one block, and the seed. The visible blocks, which routers can find, are the first
+        ones of the event. The remaining blocks are hidden. If the blocks begin a new cache epoch, a `Cleared` event is appended
+        to `out`.
         """
         others = _others(next(iter(event.extras), None), event.lora)
         if parent is not None:
@@ -408,14 +426,18 @@ class Names:
         return seed, hashes, 0 if apart or unreported or epoch < self._epoch else _without_extras(event)
 
     def _begin(self, epoch: int, out: list[KvEvent]) -> None:
-        """Begin an epoch: hide all blocks stored in earlier epochs, and add the event to announce to `out`."""
+        """Begin an epoch: hide all blocks of earlier epochs from routers, and append a `Cleared` event to `out`."""
         self._epoch = epoch
         for block in self._known.values():
             block.name = None
         out.append(Cleared())
 
     def _locate(self, event: BlocksStored, out: list[KvEvent]) -> None:
-        """Record that the event's tier holds these blocks. Blocks that are not known, or without a held parent, are skipped."""
+        """Record that the event's tier has copies of blocks that were reported earlier.
+
+        A block is skipped if the block is not known, or if no tier holds its parent. For each other block that is visible, a
+        `Stored` event is appended to `out`.
+        """
         for key in event.keys:
             block = self._known.get(key)
             before = None if block is None or block.parent is None else self._known.get(block.parent)
@@ -427,10 +449,12 @@ class Names:
                 out.append(Stored([block.name], None if before is None else before.name, event.tier))
 
     def _has_all(self, key: Key, tier: Tier, out: list[KvEvent]) -> bool:
-        """Return whether a block and all blocks before it are held, given that a block after it was stored on `tier`.
+        """Return whether the block `key` and all blocks before it are held.
 
-        If `tier` is the device, this proves that the device has all blocks before. Known blocks that are not held then become
-        held, and the events to announce are added to `out`.
+        `tier` is where the engine has just stored the block after `key`. An engine stores a block on the device only if the
+        device has all earlier blocks of the sequence. If `tier` is the device, `key` and the blocks before `key` therefore become
+        held, provided that all of them are known. A `Stored` event for the visible ones of the newly held blocks is appended to
+        `out`.
         """
         lost: list[Block] = []
         at: Key | None = key
@@ -477,7 +501,7 @@ class Names:
     # --- bounds
 
     def _forget_unheld(self) -> bool:
-        """Drop the blocks that are known but not held. Return True if at least one was dropped."""
+        """Drop the blocks of which no tier is known to have a copy. Return True if at least one was dropped."""
         before, lost, self._lost = len(self._known), self._lost, False
         if lost:
             self._known = {key: block for key, block in self._known.items() if block.held}
@@ -485,9 +509,10 @@ class Names:
 
 
 def _without_extras(event: BlocksStored) -> int:
-    """Return how many blocks precede the first one with further parts in its hash, such as an image.
+    """Return how many of the event's blocks precede the first block with extra hash inputs, such as an image.
 
-    The first block is not examined and always counts, because the caller has examined it.
+    An input is extra if it is neither the block's tokens nor the adapter. The event's first block is counted in any case,
+    because the caller has already checked its inputs.
     """
     for place, extra in enumerate(event.extras[1 : len(event.keys)], 1):
         if _others(extra, event.lora):

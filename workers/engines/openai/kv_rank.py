@@ -10,7 +10,7 @@ An upstream publishes its KV events in numbered batches. Lost batches are reques
           └─ cannot be read ──▶ announce an empty cache
     no batch for a while ──▶ check: request the batches after the last one
 
-If an upstream has no replay endpoint, or the endpoint does not answer, the cache counts as empty until new batches fill it.
+If a restore is not possible (no replay endpoint, or no answer from it), the cache counts as empty until new batches fill it.
 This module uses no sockets and no clock. The caller passes a function, `ask`, which requests replays.
 """
 
@@ -26,44 +26,33 @@ from workers.engines.openai.kv_names import MalformedKvBatch, Names, UpstreamBat
 Verdict = Literal["follows", "heard", "restarted", "lost"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Cursor:
     """The number and time of the last processed KV-event batch of one rank.
 
-    An engine numbers its batches from 0 and adds a timestamp of its own clock to each. Compared with the last processed batch,
-    `judge` classifies a batch as follows:
+    An engine numbers its batches from 0 and adds a timestamp of its own clock to each. `judge` compares a new batch with the last
+    processed one, and classifies the new batch as follows:
 
         the next number                        follows    process it
         not a higher number, not a later time  heard      a duplicate, because a replay and the live stream overlap
         not a higher number, but a later time  restarted  the engine has restarted, with an empty cache
         any other number                       lost       the batches in between are lost
 
-    A replay is requested from the last processed batch on, so that this batch can be compared. If the replay contains it with
-    another time, or not at all, the events since then are unknown.
+    A replay is requested from the last processed batch on, so that the replayed copy of this batch can be compared with the
+    original. If the replay lacks the batch, or contains it with another time, the events after the last processed batch are
+    unknown.
     """
 
     number: int | None = None  # None before the first batch: any batch may follow
     at: float = 0.0  # seconds, by the engine's clock
 
     def judge(self, number: int, at: float) -> Verdict:
-        """Classify a batch by its number and time, see above."""
+        """Classify a batch by its number and time, as the table in the docstring of `Cursor` shows."""
         if self.number is None or number == self.number + 1:
             return "follows"
         if number > self.number:
             return "lost"
         return "heard" if at <= self.at else "restarted"
-
-    def is_last(self, number: int, at: float) -> bool:
-        """Return whether a batch with this number and time is the last processed one."""
-        return (number, at) == (self.number, self.at)
-
-    def take(self, number: int, at: float) -> None:
-        """Record this batch as the last processed one."""
-        self.number, self.at = number, at
-
-    def reset(self) -> None:
-        """Reset the position, so that any batch may follow."""
-        self.number, self.at = None, 0.0
 
 
 Frame = tuple[int, bytes]
@@ -80,11 +69,14 @@ class NoReplay(Exception):
 
 
 Ask = Callable[[int], Iterable[Frame]]
-"""Requests the batches from a number on that the upstream still has. Raise NoReplay, also while iterating."""
+"""Requests a replay of the batches from a given number on, as far as the upstream still has them.
+
+NoReplay may also be raised during the iteration.
+"""
 
 
 def no_replay(first: int) -> Iterable[Frame]:
-    """Raise NoReplay. This is the `Ask` for an upstream without a replay endpoint."""
+    """Raise NoReplay. `UpstreamRank` calls this function if its upstream has no replay endpoint."""
     raise NoReplay("it has no replay endpoint")
 
 
@@ -103,9 +95,10 @@ class UpstreamRank:
         self._log = log.bind(rank=rank)
 
     def check(self) -> None:
-        """Request the batches after the last processed one, to detect that the newest batches were lost.
+        """Request the batches after the last processed one, in order to detect whether the newest batches were lost.
 
-        Such a loss is not visible as a gap in the numbers. If no replay is possible, the known blocks stay valid.
+        Such a loss is not visible as a gap in the numbers. If no replay is possible, the known blocks stay valid. If a replay
+        does not begin with the last processed batch, announce an empty cache and request all batches.
         """
         if self._cursor.number is None:
             return
@@ -129,7 +122,8 @@ class UpstreamRank:
         verdict = self._cursor.judge(number, batch.at)
         if verdict in ("lost", "restarted"):
             self.counters[verdict] += 1
-            self._log.warning("upstream_kv_events_" + verdict, expected=self._expected, found=number)
+            expected = None if self._cursor.number is None else self._cursor.number + 1
+            self._log.warning("upstream_kv_events_" + verdict, expected=expected, found=number)
             self.restore(another_life=verdict == "restarted")
             verdict = self._cursor.judge(number, batch.at)
         if verdict == "heard":
@@ -137,10 +131,6 @@ class UpstreamRank:
         if verdict != "follows":
             self.clear(another_life=verdict == "restarted")
         self._take(number, batch)
-
-    @property
-    def _expected(self) -> int | None:
-        return None if self._cursor.number is None else self._cursor.number + 1
 
     # --- batches
 
@@ -155,32 +145,33 @@ class UpstreamRank:
                 self._log.error("upstream_kv_events_malformed", number=number, reason=str(error))
             self.counters["malformed"] += 1
             self.clear()
-            self._cursor.take(number, at)
+            self._cursor = Cursor(number, at)
             return None
 
     def _take(self, number: int, batch: UpstreamBatch) -> None:
         self.counters["batches"] += 1
         self.counters["unknown"] += batch.unknown
-        self._cursor.take(number, batch.at)
+        self._cursor = Cursor(number, batch.at)
         if events := self.names.take(batch.events):
             self._announce(self._rank, events)
 
     def clear(self, *, another_life: bool = False) -> None:
         """Announce an empty cache, and accept any batch as the next one.
 
-        `another_life` means that the engine has restarted, so its block names may now refer to other blocks.
+        `another_life` means that the engine has restarted, so that a block name may now stand for another block.
         """
         if len(self.names) or self._cursor.number is not None:
             self.counters["cleared"] += 1
             self._announce(self._rank, self.names.forget() if another_life else self.names.lose())
-        self._cursor.reset()
+        self._cursor = Cursor()
 
     # --- replays
 
     def restore(self, *, another_life: bool = False) -> None:
         """Process the missed batches from a replay. If no replay is possible, announce an empty cache.
 
-        `another_life` means that the engine has restarted. All its batches are then requested, from number 0 on.
+        `another_life` means that the engine has restarted. Then all batches of the restarted engine are requested, from number 0
+        on.
         """
         try:
             if another_life or self._cursor.number is None or not self._continued():
@@ -192,15 +183,16 @@ class UpstreamRank:
             self.clear(another_life=another_life)
 
     def _continued(self) -> bool:
-        """Process a replay of all batches after the last processed one. Raise NoReplay.
+        """Process a replay of all batches after the last processed one, and return True.
 
-        Return False if the replay does not begin with the last processed batch.
+        Return False if the replay does not begin with the last processed batch. Raise NoReplay if the upstream does not complete
+        a replay, or if gaps remain after repeated replays.
         """
         assert self._cursor.number is not None
         frames = iter(self._ask(self._cursor.number))
         number, payload = next(frames, (-1, b""))
         batch = self._read(number, payload) if number >= 0 else None
-        if batch is None or not self._cursor.is_last(number, batch.at):
+        if batch is None or Cursor(number, batch.at) != self._cursor:
             return False
         return self._take_all(frames) or self._replay(self._cursor.number + 1)
 
@@ -219,7 +211,10 @@ class UpstreamRank:
         raise NoReplay("its replays have gaps")
 
     def _take_all(self, frames: Iterable[Frame]) -> bool:
-        """Process consecutive batches. Stop and return False at a gap in their numbers; return True without a gap."""
+        """Process consecutive batches, and return True.
+
+        If batches are missing in between, or the engine has restarted, stop and return False.
+        """
         for number, payload in frames:
             batch = self._read(number, payload)
             if batch is None:

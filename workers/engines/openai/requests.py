@@ -1,4 +1,4 @@
-"""Tracks the requests that the worker forwards to the upstream, and limits how many are there at once."""
+"""Tracks the requests that a worker forwards to its upstream, and limits how many it forwards at once."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,8 @@ class UpstreamRequest:
     length: int  # number of tokens so far, including the prompt
     movable: Generate | None  # the original request; None if the request cannot move to another server
     silent: bool = True  # no output has arrived yet
-    generated: list[int] = field(
-        default_factory=list
-    )  # tokens generated so far; empty if the request cannot move
+    # tokens generated so far; empty if the request cannot move
+    generated: list[int] = field(default_factory=list)
     canary: bool = False
     sent: bool = False  # sent to the upstream; False while the request waits for a slot
 
@@ -58,7 +57,7 @@ class UpstreamRequests:
     def overload(self, *, canary: bool) -> str | None:
         """Return the error for a new request, or None if the request can be accepted.
 
-        Canaries do not count against the limit. Up to `CANARIES_MAX` canaries are accepted even at the limit, so that a full
+        Canaries do not count against the limit. Up to CANARIES_MAX (2) canaries are accepted even at the limit, so that a full
         worker is checked, too.
         """
         canaries = self.canaries
@@ -77,7 +76,7 @@ class UpstreamRequests:
         return sum(one.length for one in self)
 
     def begin(self, key: int, request: Generate, task: "asyncio.Task[None]", *, movable: bool) -> None:
-        """Add a request that `task` sends to the upstream. `movable`: the request can move to another server."""
+        """Add a request that `task` sends to the upstream. `movable` means that the request can move to another server."""
         now, length = time.monotonic(), len(request.tokens)
         if not self._by_key:
             self._moved_at = now
@@ -95,11 +94,11 @@ class UpstreamRequests:
             one.arrived_at, one.sent = time.monotonic(), True
 
     def record(self, key: int, chunks: Sequence[Chunk]) -> bool:
-        """Record a request's output. Return True if there are chunks to deliver, and False for unknown keys or no chunks.
+        """Record a request's output. Return False if there is nothing to deliver: no chunk, or an unknown key.
 
-        `phase` measures the age of the current step from the last chunk, which has tokens, text or the end of an answer. SSE
-        comments, empty events and partial lines yield no chunk. They must not reset the age of the step, because a proxy may send
-        them while the engine hangs.
+        A chunk contains tokens, text or the end of an answer. It therefore shows that the engine works, and `phase` counts the
+        current step from this time. SSE comments, empty events and partial lines yield no chunk, because a proxy can send them
+        while the engine hangs.
         """
         if chunks:
             self._moved_at = time.monotonic()
@@ -122,7 +121,7 @@ class UpstreamRequests:
     def phase(self) -> Phase:
         """Return the current phase of the upstream, derived from the output that has arrived.
 
-        The phase is idle without requests, prefill if a request at the upstream may still compute its prompt, otherwise decode.
+        The phase is idle if there are no requests, prefill if the upstream may still be computing a prompt, and otherwise decode.
         """
         if not self._by_key:
             return Phase("idle", self._moved_at)
@@ -145,9 +144,8 @@ class Places:
     def __init__(self) -> None:
         self._limit: int | None = None
         self._taken = 0  # number of slots in use
-        self._waiting: list[
-            tuple[int, int, asyncio.Future[None]]
-        ] = []  # a heap of (priority, arrival number, future)
+        # a heap of (priority, arrival number, future)
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbered = 0  # arrival number of the last request that had to wait
 
     def limit(self, most: int | None) -> None:

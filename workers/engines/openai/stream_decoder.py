@@ -7,7 +7,7 @@ them except the first count as faults of the engine:
     any other error object, with or without [DONE] after it              engine_error
     finish_reason "abort" (an engine that is being stopped)              engine_error
     the stream ends without any finish_reason                            stream_incomplete
-    a null or infinite logprob; only token id 0                          non_finite
+    a null or infinite logprob, or an answer of only token id 0          non_finite
 
 Repeated token id 0 is a sign of NaN logits on vLLM: the argmax of NaN is 0, and vLLM answers HTTP 200. Consecutive tokens with
 id 0 are held back until another token follows, so that a client never sees zeros that come from NaN.
@@ -32,19 +32,19 @@ WORDS_MAX = 200  # characters of an upstream's message that an error quotes
 ENGINE_GONE = "EngineCore encountered an issue"  # vLLM's error for each request that was lost together with its engine's process
 NAMES_MAX = 100  # characters of an error's type, and of the field name in an error
 NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
-"""Statuses about the caller, the address or the moment, not about the content of the request."""
+"""4xx statuses that are caused by the caller, the address or the time, not by the content of the request."""
 MISTAKEN_TYPES = frozenset(("invalid_request_error", "BadRequestError", "UnprocessableEntityError"))
-"""What OpenAI, vLLM and SGLang call a client's error where they give no number."""
+"""Values of `type` for a client's error in error objects without an HTTP status, from OpenAI, vLLM and SGLang."""
 DONE = "[DONE]"
 
 JsonObject = dict[str, Any]
 """An object of a server's answer or of a request to it, decoded and not yet checked."""
 
 IdsFrom = Literal["token_ids", "logprobs", "text_bytes", "nowhere"]
-"""Where a stream's token ids are.
+"""The part of a stream that contains the token ids.
 
-`text_bytes` is for canaries of upstreams that only know text. All deterministic numbers can tell a right answer from a wrong
-one, and a canary is never continued.
+With `text_bytes`, the bytes of the text serve as token ids. This is for canaries of upstreams that only handle text. Any
+deterministic numbers can distinguish a right answer from a wrong one, and a canary is never continued on another worker.
 """
 
 
@@ -75,7 +75,10 @@ class UpstreamStream:
         self._token_count = 0
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """Decode the next bytes of the stream and return the chunks that they complete. Only the last one may end the answer."""
+        """Decode the next bytes of the stream and return the chunks that these bytes complete.
+
+        Only the last returned chunk can be the end of the answer.
+        """
         chunks: list[Chunk] = []
         try:
             for payload in self._payloads(data):
@@ -87,13 +90,16 @@ class UpstreamStream:
         return chunks
 
     def end(self) -> list[Chunk]:
-        """Return the last chunk after the upstream has closed the stream: an error, or nothing if the answer had ended."""
+        """Return the chunks to add after the upstream has closed the stream: an error chunk, or none if the answer has ended."""
         if self.over:
             return []
         return [self._end(error="stream_incomplete: the upstream closed without a finish reason")]
 
     def _payloads(self, data: bytes) -> Iterator[str]:
-        """Yield the content of each complete `data:` line. Keep an incomplete line for the next call. Raise Fault."""
+        """Yield the content of each complete `data:` line. Keep an incomplete line for the next call.
+
+        Raise Fault if the incomplete line has more than 4 MiB (LINE_BYTES_MAX).
+        """
         pending = self._pending
         pending += data
         lines: list[bytes] = []
@@ -144,8 +150,8 @@ class UpstreamStream:
     def _release_zeros(self, piece: StreamPiece) -> StreamPiece | None:
         """Hold back pieces that end with token id 0, until another token follows.
 
-        Return the piece to deliver, joined with the pieces held back before, or None if the piece is held back. Raise Fault after
-        ZEROS_MAX zeros in a row.
+        Return the piece to deliver, joined with the pieces held back before, or None if the piece is held back. Raise Fault
+        after ZEROS_MAX (8) tokens with id 0 in a row.
         """
         for token in piece.tokens:
             self._zeros = self._zeros + 1 if token == 0 else 0
@@ -161,7 +167,11 @@ class UpstreamStream:
         return _joined(held)
 
     def _check_zeros_alone(self) -> None:
-        """Raise Fault if all tokens of the answer have id 0. A user's answer of up to ZEROS_ALONE_MAX tokens may be real."""
+        """Raise Fault if all tokens of the answer have id 0.
+
+        A user's answer with at most ZEROS_ALONE_MAX (3) such tokens is accepted, because it may be valid. A canary's answer is
+        not.
+        """
         if (
             self._token_count
             and self._only_zeros
@@ -179,9 +189,9 @@ class UpstreamStream:
 
 
 def read_piece(choice: JsonObject, ids_from: IdsFrom, wanted: int) -> StreamPiece:
-    """Return the content of one choice of an event, with the `wanted` best logprobs per token; 0: none.
+    """Return the content of an event's choice, with the logprobs of the `wanted` best tokens per position; 0: none.
 
-    Raise Fault for token ids or logprobs that are invalid.
+    `ids_from` is the part of the choice that contains the token ids. Raise Fault for token ids or logprobs that are invalid.
     """
     given, text = choice.get("logprobs") or {}, str(choice.get("text") or "")
     try:
@@ -200,7 +210,10 @@ def read_piece(choice: JsonObject, ids_from: IdsFrom, wanted: int) -> StreamPiec
 
 
 def _ids(given: Iterable[object]) -> list[int]:
-    """Return the token ids. Raise Fault for an invalid one, because it would break the frame that all requests share."""
+    """Return the token ids. Raise Fault for an invalid id.
+
+    All requests' output of a step is sent in one frame, and an invalid id would make the whole frame unreadable.
+    """
     ids = []
     for token in given:
         if type(token) is not int or not 0 <= token < 2**31:
@@ -212,7 +225,8 @@ def _ids(given: Iterable[object]) -> list[int]:
 def _classic(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
     """Read logprobs in the form of /v1/completions, which consists of parallel lists.
 
-    Tokens are given as text, or by vLLM as `token_id:N`. Return the logprobs, and an empty list of token ids. Raise Fault.
+    Tokens are given as text, or by vLLM as `token_id:N`. Return the logprobs, and an empty list of token ids. Raise Fault for a
+    logprob that is not finite.
     """
     tops = given.get("top_logprobs") or []
     found: list[Logprob] = []
@@ -224,7 +238,10 @@ def _classic(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
 
 
 def _detailed(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
-    """Read logprobs in llama.cpp's form, in which each token has an id. Return the logprobs and the token ids. Raise Fault."""
+    """Read logprobs in llama.cpp's form, in which each token has an id. Return the logprobs and the token ids.
+
+    Raise Fault for a logprob that is not finite.
+    """
     found: list[Logprob] = []
     ids: list[int] = []
     for position in given.get("content") or []:
@@ -273,8 +290,8 @@ def is_client_error(status: int) -> bool:
 def refusal_of(said: object, status: int | None = None) -> RequestRefusal | None:
     """Return the refusal in a server's error object, or None if the client did not cause the error.
 
-    `status` is the HTTP status of the response. It is None for an error object in a stream. Then the object's own `code` or
-    `status` decides, or its `type` if it has neither.
+    `status` is the HTTP status of the response, or None for an error object in a stream. If `status` is None, the status in the
+    error object decides whether the client caused the error. If the error object contains no status either, its `type` decides.
     """
     fields = _fields(said)
     kind, param = fields.get("type"), fields.get("param")
@@ -292,9 +309,10 @@ def refusal_of(said: object, status: int | None = None) -> RequestRefusal | None
 
 
 def error_of(said: object, status: int | None = None, *, canary: bool) -> str:
-    """Return the text for a chunk's `error` field from a server's error object. `status` has the meaning of `refusal_of`.
+    """Convert a server's error object to the text for a chunk's `error` field, and return the text.
 
-    A refused canary is never the client's error, because canaries are known to be valid.
+    `status` is the HTTP status of the response, or None for an error object in a stream. The refusal of a canary never counts as
+    the client's error, because canaries are known to be valid.
     """
     refusal = None if canary else refusal_of(said, status)
     if refusal is not None:
@@ -324,7 +342,7 @@ def _status(fields: dict[str, object]) -> int | None:
 
 
 def error_words(said: object) -> str:
-    """Return the message of an error object, cut to WORDS_MAX characters."""
+    """Return the message of an error object, cut to 200 characters (WORDS_MAX)."""
     if isinstance(said, dict):
         error = said.get("error", said)
         said = error.get("message", error) if isinstance(error, dict) else error

@@ -1,4 +1,4 @@
-"""The client of an OpenAI-compatible server, for its identity, its abilities and completions.
+"""The client of an OpenAI-compatible server: reads its identity and requests completions.
 
 `UpstreamUnavailable.why` never quotes the server's own text, because the text may contain a prompt or the API key.
 """
@@ -54,17 +54,14 @@ WORDS = [
     "river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon", "winter", "table",
 ]  # fmt: skip
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's header that selects the DP rank of a request
-CLIENT_MISTAKES = (
-    400,
-    413,
-    422,
-)  # statuses which, in answer to a probe, mean that the probed field is not supported
+# statuses which, in answer to a probe, mean that the probed field is not supported
+CLIENT_MISTAKES = (400, 413, 422)
 USUAL = Sampling(max_tokens=0)
 UNUSUAL = (
     "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
 )  # fmt: skip
-"""Sampling parameters that are sent where they differ from the usual ones."""
+"""Sampling parameters that are sent if they differ from their values in USUAL."""
 NOTHING_ADDED: dict[str, object] = {
     "top_p": 1.0,
     "top_k": -1,  # vLLM, SGLang and llama-server read this as "all"
@@ -73,15 +70,16 @@ NOTHING_ADDED: dict[str, object] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Values that change nothing. Sent with canaries, and with the values that a client gave.
+"""Neutral values of sampling parameters, which change nothing.
 
-If they were left out, the model's generation_config.json (vLLM, SGLang) or the server's defaults (llama-server) would decide,
-and a canary would not be the same everywhere.
+They are sent with canaries, and where a client has set a parameter to its neutral value. If they were left out, the model's
+generation_config.json (vLLM, SGLang) or the server's defaults (llama-server) would decide, and a canary would not be the same
+everywhere.
 """
 
 
 Handle = JsonObject
-"""What locates the KV cache of a request at a vLLM server: opaque, passed on to another server."""
+"""An opaque object that locates the KV cache of a request at a vLLM server. It is passed on to another server."""
 
 PendingResponse = contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]
 
@@ -90,7 +88,10 @@ class UpstreamUnavailable(HoldfastError):
     """The upstream server cannot be reached, or does not answer like an OpenAI-compatible server."""
 
     def __init__(self, why: str, said: str = "") -> None:
-        """Create the error. Its message contains `why` and `said`, the server's own text. Its attribute is `why` alone."""
+        """Create the error.
+
+        The message contains `why` and the server's own text, `said`. The attribute `why` does not include `said`.
+        """
         super().__init__(f"{why}: {said}" if said else why)
         self.why = why
 
@@ -104,7 +105,7 @@ def shown(url: str) -> str:
 
 
 def unreachable(url: str, path: str, error: Exception, within_s: float) -> UpstreamUnavailable:
-    """Return the error for a request for `path` that failed with `error` or was not answered within `within_s` seconds."""
+    """Return the error for a request to `path` that raised `error` or got no answer within `within_s` seconds."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return UpstreamUnavailable(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
@@ -143,11 +144,11 @@ def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> Upst
 
 
 class NoHandle(HoldfastError):
-    """The upstream server does not hand over this KV cache."""
+    """The upstream server has given no handle to a request's KV cache."""
 
 
 class NoConnector(NoHandle):
-    """The upstream server answers a request for a handle without one, or does not support the request."""
+    """The upstream server cannot give handles: it rejects a request for a handle, or its answer contains no handle."""
 
 
 class Upstream:
@@ -174,7 +175,10 @@ class Upstream:
         await self._session.close()
 
     async def healthy(self, deadline_s: float) -> HealthAnswer:
-        """Check the server's health, within `deadline_s` seconds for all paths together."""
+        """Check the server's health by /health or, if the server has no /health, by /v1/models.
+
+        The check takes at most `deadline_s` seconds in total.
+        """
         path = ""
         try:
             async with asyncio.timeout(deadline_s):
@@ -192,14 +196,14 @@ class Upstream:
         return HealthAnswer("it has neither /health nor /v1/models")
 
     async def metrics(self, deadline_s: float) -> str | None:
-        """Return the text of the /metrics page, or None if there is no such page or no answer in time."""
+        """Return the text of /metrics, or None if the server has no /metrics or does not answer in time."""
         with contextlib.suppress(UpstreamUnavailable):
             status, body = await self._get(METRICS, deadline_s)
             return None if status >= 400 else body.decode(errors="replace")
         return None
 
     async def store_something(self, abilities: Abilities) -> None:
-        """Have the server compute a prompt that is not cached and fills a KV block, so that it reports a stored block.
+        """Have the server compute an uncached prompt that fills a KV block, so that the server reports a stored block.
 
         Failures are ignored.
         """
@@ -210,17 +214,20 @@ class Upstream:
             await self.ask(abilities, request)
 
     async def abilities(self) -> Abilities:
-        """Read the server's identity, probe its abilities, and return both. Raise UpstreamUnavailable."""
+        """Read the server's identity, probe which API extensions it supports, and return both.
+
+        Raise UpstreamUnavailable if the server cannot be reached, or does not answer like an OpenAI-compatible server.
+        """
         listed = await self.listed()
-        told = merged({}, await self.told((*LINEAGE_PAGES, METRICS)))
+        told = merged({}, await self.read_reported((*LINEAGE_PAGES, METRICS)))
         listed = replace(listed, told={path: one for path, one in told.items() if one})
         known = await self.probed(replace(listed, version=await self.version() or ""))
         return replace(known, handles=bool(await self.hands_over(known)))
 
     async def listed(self, wanted: str = "") -> Abilities:
-        """Return what /v1/models lists about the model `wanted`, or about the first model if it does not list `wanted`.
+        """Return what /v1/models lists about the model `wanted`, or about the first model if `wanted` is not listed.
 
-        Raise UpstreamUnavailable.
+        Raise UpstreamUnavailable if /v1/models cannot be read or lists no model.
         """
         status, body = await self._get("/v1/models")
         if status >= 400:
@@ -242,12 +249,12 @@ class Upstream:
             raise UpstreamUnavailable(f"{shown(self._url)}/v1/models lists no model") from None
 
     async def version(self) -> str | None:
-        """Return the version from the /version page. Empty if there is no such page, None if the page cannot be read now."""
+        """Return the version that /version reports; empty without /version, None if /version cannot be read now."""
         said = await self.page("/version")
         return None if said is None else str(said.get("version") or "")
 
     async def page(self, path: str) -> JsonObject | None:
-        """Return the JSON object of a page. Empty if there is no such page, None if the page cannot be read now."""
+        """Return the JSON object at an HTTP path; empty if there is no object, None if the path cannot be read now."""
         try:
             status, body = await self._get(path)
         except UpstreamUnavailable:
@@ -257,8 +264,12 @@ class Upstream:
         said = _json_or(body) if status < 400 else {}
         return said if isinstance(said, dict) else {}
 
-    async def told(self, pages: Iterable[str]) -> dict[str, Told | None]:
-        """Return, for each page, the values that it reports for the lineage, or None if the page cannot be read now."""
+    async def read_reported(self, pages: Iterable[str]) -> dict[str, Told | None]:
+        """Return, for each HTTP path in `pages`, what the server reports there for its lineage.
+
+        The lineage names the server's weights and computation settings. The entry of a path is None if the path cannot be read
+        now.
+        """
         found: dict[str, Told | None] = {}
         for path in pages:
             if path == METRICS:
@@ -273,10 +284,11 @@ class Upstream:
     async def probed(
         self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX
     ) -> Abilities:
-        """Probe a server's abilities by requesting completions of `tokens` tokens.
+        """Probe which extensions of OpenAI's API a server supports, by requesting completions of `tokens` tokens.
 
-        Request variants with fewer and fewer extensions of OpenAI's API until the server accepts one. Return `found` with the
-        abilities of that variant, and with the time per token. Raise UpstreamUnavailable if the server accepts no variant.
+        Each request uses fewer extensions than the one before, until the server accepts a request. `found` is what is already
+        known about the server. Return `found` with the extensions of the accepted request and with the time per token. Raise
+        UpstreamUnavailable if no request is accepted.
         """
         answer: JsonObject | str = ""
         for variant in (
@@ -298,10 +310,10 @@ class Upstream:
     async def _probe(
         self, variant: Abilities, tokens: int, deadline_s: float
     ) -> tuple[JsonObject | str, float]:
-        """Request a completion of `tokens` tokens in one variant of the request.
+        """Request a completion of `tokens` tokens, with the API extensions in `variant`.
 
-        Return the answer and its duration in seconds. If the server does not support the variant, return the text of its refusal
-        and 0. Raise UpstreamUnavailable for other errors.
+        Return the answer and its duration in seconds. If the server rejects the request, return the text of the refusal and 0.
+        Raise UpstreamUnavailable for other errors.
         """
         sampling = Sampling(max_tokens=tokens, logprobs=1)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
@@ -315,7 +327,10 @@ class Upstream:
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
     async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool | None:
-        """Request a KV handle, and return whether the server gives handles. None if that cannot be determined now."""
+        """Request a KV handle, and return whether the server gives such handles. None if that cannot be determined now.
+
+        By a handle, another server can fetch a request's KV blocks from this server.
+        """
         if not (known.exact and known.extensions and known.version != "unknown"):
             return False
         try:
@@ -327,9 +342,10 @@ class Upstream:
         return True
 
     async def handle(self, abilities: Abilities, request: Generate, deadline_s: float) -> Handle:
-        """Request and return a handle to the KV cache of all tokens of `request`. Raise NoHandle.
+        """Request and return a handle to the KV cache of all tokens of `request`.
 
-        Raise its subclass NoConnector if the server does not support handles.
+        Raise NoConnector if the server does not support handles, and its base class NoHandle if the request fails for another
+        reason.
         """
         request = msgspec.structs.replace(request, sampling=Sampling(max_tokens=1, ignore_eos=True))
         remote = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -386,7 +402,10 @@ class Upstream:
             raise Fault("engine_error: the upstream answers what is no completion") from None
 
     async def _get(self, path: str, deadline_s: float = ASK_S_MAX) -> tuple[int, bytes]:
-        """Return the status and body of a page. Raise UpstreamUnavailable if the server does not answer in time."""
+        """Send a GET request and return the status and body.
+
+        Raise UpstreamUnavailable if the server does not answer in time, or sends more than 4 MiB.
+        """
         try:
             async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
                 return response.status, await _bounded(response)
@@ -394,7 +413,7 @@ class Upstream:
             raise unreachable(self._url, path, error, deadline_s) from error
 
     def _json(self, body: bytes, path: str) -> JsonObject:
-        """Parse the body of a page as JSON. Raise UpstreamUnavailable if it is invalid."""
+        """Parse the body of the answer to `path` as JSON. Raise UpstreamUnavailable if it is not valid JSON."""
         try:
             said: JsonObject = json.loads(body)
             return said
@@ -404,15 +423,15 @@ class Upstream:
     def complete(
         self, abilities: Abilities, request: Generate, handle: Handle | None = None
     ) -> PendingResponse:
-        """Return the context manager of the HTTP response of a streamed completion.
+        """Return a context manager that requests a streamed completion and yields the HTTP response.
 
-        If the request comes from another server with its KV cache, `handle` locates the KV cache there.
+        `handle` locates the KV cache of a request that comes from another server. It is None for all other requests.
         """
         more = {} if handle is None else {"kv_transfer_params": handle}
         return self._post(completion(abilities, request) | more, abilities, request)
 
     def _post(self, fields: JsonObject, abilities: Abilities, request: Generate) -> PendingResponse:
-        """Return the context manager of a completion's HTTP response.
+        """Return a context manager that requests a completion with the body `fields` and yields the HTTP response.
 
         The request's headers carry the client's trace and, if the server has several DP ranks, the selected rank.
         """
@@ -423,7 +442,7 @@ class Upstream:
 
 
 def completion(abilities: Abilities, request: Generate) -> JsonObject:
-    """Return the body of a streamed completion request, with those extensions of OpenAI's API that the server accepts."""
+    """Return the body of a streamed completion request, which uses only extensions of OpenAI's API that the server accepts."""
     sampling, ids_from = request.sampling, abilities.ids_for(request)
     body: JsonObject = {
         "model": abilities.model,
@@ -449,7 +468,11 @@ def completion(abilities: Abilities, request: Generate) -> JsonObject:
 
 
 def _sampling_fields(sampling: Sampling, neutral: Mapping[str, object]) -> dict[str, object]:
-    """Return the sampling parameters to send. Parameters that the client omitted are left to the server's defaults."""
+    """Return the sampling parameters to send. Parameters that the client omitted are left to the server's defaults.
+
+    `neutral` maps parameters to neutral values, which change nothing. A parameter with its neutral value is sent only if
+    `neutral` contains the parameter. The temperature is an exception: it is sent with any value.
+    """
     given = {name: getattr(sampling, name) for name in UNUSUAL}
     unusual = {name: value for name, value in given.items() if value != getattr(USUAL, name)}
     chosen = {"temperature": sampling.temperature, **neutral, **unusual}
@@ -470,12 +493,12 @@ def prompt_text(request: Generate) -> str:
 
 
 def hidden(text: str, key: str) -> str:
-    """Return an upstream's text without the API key, because some servers quote a key that they do not accept."""
+    """Mask the API key in an upstream's text, because some servers quote a key that they do not accept."""
     return text.replace(key, "***") if key else text
 
 
 async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
-    """Return the text for a chunk's `error` field from an HTTP response with an error status."""
+    """Convert an HTTP response with an error status to the text for a chunk's `error` field, and return the text."""
     try:
         async with asyncio.timeout(ASK_S_MAX):
             body = await _bounded(response)
@@ -485,7 +508,7 @@ async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
 
 
 def refusal_in(body: bytes, status: int, *, canary: bool) -> str:
-    """Return the text for a chunk's `error` field from the body of a response with the error status `status`."""
+    """Convert the body of a response with the error status `status` to the text for a chunk's `error` field."""
     return error_of(_json_or(body), status, canary=canary)
 
 
@@ -498,7 +521,7 @@ def _json_or(body: bytes) -> object:
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX) -> bytes:
-    """Read and return a body. Raise ValueError if it has more than `most` bytes."""
+    """Read and return the body of a response. Raise ValueError if the body has more than `most` bytes."""
     body = await response.content.read(most)
     while not response.content.at_eof():
         if len(body) >= most:
@@ -525,9 +548,9 @@ def _ids_from(answer: JsonObject) -> IdsFrom:
 
 
 def _also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
-    """Return the other names of a model in the server's list of models, sorted.
+    """Return the other names of the model `about`, sorted. `every` is the server's list of models.
 
-    These are the names of entries with the same root, except adapters, which are entries with a `parent`.
+    The other names are those of the list's entries with the same root. Entries with a `parent` are adapters, and are excluded.
     """
     root, own = about.get("root"), about["id"]
     same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}

@@ -1,4 +1,4 @@
-"""Decides from its answers whether an upstream is dead, and whether it accepts new requests.
+"""Decides from an upstream's answers whether it is dead, and whether it accepts new requests.
 
 | result of a health check | effect |
 |---|---|
@@ -6,12 +6,12 @@
 | a refusal: an error status, or a failed connection | the upstream is dead after REFUSALS_MAX refusals in a row |
 | no answer in time | the upstream is dead if neither an answer nor a token has come for `silent_s` |
 
-A token of any stream since the start of the check counts as a good answer. A saturated server answers /health late or not at
-all, and must not be restarted for that. Errors in a stream do not count as tokens.
+A token of any stream since the start of the check counts as a good answer. The reason is that a saturated server answers /health
+late or not at all, and must not be restarted for that. Errors in a stream do not count as tokens.
 
-After a 429, or a 503 with `Retry-After`, the worker is closed to new requests:
+Any 429 closes the worker to new requests, and so does a 503 that has a `Retry-After` header:
 
-open ── 429, or 503 with Retry-After ──▶ closed for that long, at most `max_s` ──▶ open
+open ── such a response ──▶ closed for the header's time (1 s for a 429 without the header), at most `max_s` ──▶ open
 """
 
 from collections.abc import Callable, Mapping
@@ -95,8 +95,8 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 class RetryGate:
     """Tracks whether one upstream accepts new requests.
 
-    Users' requests and canaries have separate gates. A refused user's request closes only the gate of users' requests, because a
-    busy server may still answer canaries. A refused canary closes both gates.
+    Users' requests and canaries have separate gates. The refusal of a user's request only closes the gate for users' requests,
+    because a busy server may still answer canaries. The refusal of a canary closes both gates.
     """
 
     def __init__(self, now: Callable[[], float], max_s: float = MAX_S) -> None:

@@ -1,8 +1,8 @@
 """Parses the load of an upstream from the text of its `/metrics` page.
 
-The worker knows only the requests that it has sent itself, but an upstream may have other clients. The page contains all waiting
-and running requests and the usage of the KV cache. The page is read every second. A report older than 5 s is ignored. The
-metrics that are read:
+The worker knows only the requests that it has sent itself, but an upstream may have other clients. The page reports the numbers
+of all running and waiting requests, and the usage of the KV cache. It is read every second. A report older than 5 s is ignored.
+These metrics are read:
 
              vLLM                          SGLang                    llama-server
 running      vllm:num_requests_running     sglang:num_running_reqs   llamacpp:requests_processing
@@ -59,7 +59,7 @@ class UpstreamReport:
 
 
 def read_metrics(text: str) -> UpstreamReport | None:
-    """Parse the text of a metrics page. Return None if it has no known metric for the number of running requests."""
+    """Parse the text of /metrics. Return None if no known metric contains the number of running requests."""
     found: tuple[dict[str, float], ...] = ({}, {}, {})
     about: dict[str, str] = {}
     for name, labels, value in _samples(text):
@@ -80,7 +80,7 @@ def read_metrics(text: str) -> UpstreamReport | None:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield the name, labels and value of each sample that is used. Values that are not numbers from 0 to MOST are skipped."""
+    """Yield the name, labels and value of each used sample. Skip values that are not numbers from 0 to 10⁹ (MOST)."""
     for name, labels, number in _SAMPLE.findall(text):
         try:
             value = float(number)
@@ -104,7 +104,11 @@ class UpstreamLoad:
     own: int = 0  # number of this worker's requests at the upstream at that time
 
     def take(self, report: UpstreamReport | None, own: int, now: float) -> None:
-        """Store a report and this worker's number of requests, `own`. A report of None, from a failed read, is ignored."""
+        """Store a report that was read at the time `now`.
+
+        `own` is the number of this worker's requests at the upstream at that time. A report of None, from a failed read, is
+        ignored.
+        """
         if report is not None:
             self.report, self.own, self.at = report, own, now
 
@@ -137,7 +141,7 @@ class UpstreamLoad:
 
 
 def rank_loads(report: UpstreamReport, kv_blocks: int) -> list[Load]:
-    """Return the load of each rank, if each rank has `kv_blocks` KV blocks.
+    """Return the load of each DP rank of an upstream. Each rank has `kv_blocks` KV blocks.
 
     The number of used blocks is computed from the reported usage. The number of tokens is 0, because metrics do not contain it.
     """

@@ -1,8 +1,8 @@
 """Reads two optional reports of an upstream: its load (`/metrics`) and its KV events.
 
-Without metrics, the worker reports the load of its own requests only. Without KV events, the worker's registration states that it
-announces none. At its start, the worker waits a few seconds for the first reports, because its registration contains the
-upstream's block size. A failed subscription to KV events is retried in the background. When a retry succeeds, the worker ends
+Without metrics, the worker reports the load of its own requests only. Without KV events, the worker's registration states that
+the worker announces none. At its start, the worker waits a few seconds for the first reports, because its registration contains
+the upstream's block size. A failed subscription to KV events is retried in the background. When a retry succeeds, the worker ends
 its instance and registers a new one.
 """
 
@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountTimes:
-    """How often an upstream is polled, and how long the worker waits for it. All times are in seconds."""
+    """Intervals, waiting times and a maximum age for the reports of an upstream, in seconds."""
 
     every_s: float = EVERY_S  # between two reads of its metrics
     stale_s: float = STALE_S  # older metrics are ignored
@@ -62,7 +62,7 @@ class UpstreamAccount:
         replays: Sequence[str] = (),
         times: AccountTimes | None = None,
     ) -> None:
-        """Create an account of `upstream` that is not started.
+        """Prepare to read the reports of `upstream`. The reading begins with `start`.
 
         Args:
             upstream: the client of the server.
@@ -87,8 +87,18 @@ class UpstreamAccount:
         await self._read()
         self._first = self._load.report
         self._reading = asyncio.ensure_future(self._read_repeatedly())
-        if self._endpoints:
-            await self._subscribe(abilities, announce)
+        if not self._endpoints:
+            return
+        trouble = await self._try_to_subscribe(abilities, announce)
+        self.announces = not trouble
+        if trouble:
+            log.error(
+                "upstream_kv_events_missing",
+                endpoints=list(self._endpoints),
+                reason=trouble,
+                advice="enable --kv-events-config (vLLM) and prefix caching",
+                again_s=self._times.events_again_s,
+            )
 
     async def stop(self) -> None:
         """Stop reading the metrics, and end the subscription to the KV events."""
@@ -112,7 +122,7 @@ class UpstreamAccount:
 
     @property
     def kv_blocks(self) -> int | None:
-        """Number of KV blocks of all the upstream's ranks, from its metrics at the start. None if they do not report it."""
+        """Number of KV blocks of all the upstream's ranks, from its metrics at the start. None if not reported."""
         if self._first is None or self._first.kv_blocks is None:
             return None
         return self._first.kv_blocks * len(self._first.ranks)
@@ -123,7 +133,7 @@ class UpstreamAccount:
         return {} if self._events is None else self._events.counters
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record a salted prompt that is being sent to the upstream.
+        """Record the tokens of a prompt that is being sent to the upstream with a cache salt.
 
         The record is needed because not every server version reports salts in its KV events.
         """
@@ -161,22 +171,11 @@ class UpstreamAccount:
 
     # --- KV events
 
-    async def _subscribe(self, abilities: Abilities, announce: Announce) -> None:
-        trouble = await self._try_to_subscribe(abilities, announce)
-        self.announces = not trouble
-        if trouble:
-            log.error(
-                "upstream_kv_events_missing",
-                endpoints=list(self._endpoints),
-                reason=trouble,
-                advice="enable --kv-events-config (vLLM) and prefix caching",
-                again_s=self._times.events_again_s,
-            )
-
     async def resubscribe(self, abilities: Abilities, on_subscribed: Callable[[str], None]) -> None:
         """Retry a subscription that failed at the start, until it succeeds. The wait doubles after each retry.
 
-        Then call `on_subscribed` with "kv_events". The worker has registered without KV events, so it must begin a new instance.
+        After the success, call `on_subscribed` with "kv_events". The worker must then begin a new instance, because it has
+        registered without KV events.
         """
         wait_s = self._times.events_again_s
         while self._endpoints and not self.announces:
@@ -189,9 +188,8 @@ class UpstreamAccount:
 
     async def _try_to_subscribe(self, abilities: Abilities, announce: Announce) -> str:
         """Try to subscribe to the KV events. Return the reason for a failure; empty if the subscription succeeded."""
-        from workers.engines.openai.kv_events import (
-            UpstreamKvEvents,
-        )  # imports pyzmq, so only where it is needed
+        # imports pyzmq, so only where it is needed
+        from workers.engines.openai.kv_events import UpstreamKvEvents
 
         self._events = events = UpstreamKvEvents(self._endpoints, self._replays, announce)
         events.start()
@@ -207,7 +205,10 @@ class UpstreamAccount:
 
 
 async def _wait_until(holds: Callable[[], bool], within_s: float) -> bool:
-    """Wait until a condition that another thread sets holds. Return False if it does not hold within `within_s` seconds."""
+    """Wait until another thread's changes make `holds` return True, then return True.
+
+    Return False if this takes longer than `within_s` seconds.
+    """
     until = asyncio.get_running_loop().time() + within_s
     while not holds():
         if asyncio.get_running_loop().time() > until:

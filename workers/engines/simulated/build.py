@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from events.errors import UsageError
-from workers.config.settings import WorkerSettings, given
+from workers.config.settings import WorkerSettings, non_null
 from workers.config.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.language import VOCABULARY, Reasoning
@@ -30,11 +30,14 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class BadFatal(UsageError):
-    """The setting does not name the tokens that end the simulated engine's process."""
+    """The setting `fatal_tokens` is not a list of the simulated model's token ids."""
 
 
 def read_fatal(text: str) -> tuple[int, ...]:
-    """Parse the setting `fatal_tokens`, a comma-separated list of token ids. Raise BadFatal if it is invalid."""
+    """Parse the setting `fatal_tokens`, a comma-separated list of token ids. Raise BadFatal if it is invalid.
+
+    A prompt that contains these tokens in a row ends the simulated engine's process.
+    """
     try:
         tokens = tuple(int(one) for one in text.split(","))
     except ValueError:
@@ -47,7 +50,7 @@ def read_fatal(text: str) -> tuple[int, ...]:
 
 
 class BadReasoning(UsageError):
-    """The setting does not describe how the simulated engine reasons."""
+    """The setting `reasoning` is not a valid configuration of the simulated model's reasoning."""
 
 
 def read_reasoning(text: str) -> Reasoning:
@@ -94,7 +97,7 @@ def _size(config: Mapping[str, Any]) -> int:
 def build_simulated(settings: WorkerSettings) -> SimulatedEngine:
     """Return a simulated engine for these settings. The engine is not started yet.
 
-    Raise BadShape if its bounds contradict one another.
+    Raise BadShape if the engine's limits are invalid, or contradict one another.
     """
     shape = _shape(settings)
     timing, dp = _timing(settings, shape), settings.dp_size
@@ -103,8 +106,8 @@ def build_simulated(settings: WorkerSettings) -> SimulatedEngine:
 
 @cache  # here and for `_timing`: a process may have a thousand engines, and only the first must read the files
 def _shape(settings: WorkerSettings) -> EngineShape:
-    """Return the bounds of a simulated engine with these settings."""
-    bounds = given(
+    """Return the limits and policies of a simulated engine with these settings."""
+    bounds = non_null(
         settings,
         "context_tokens", "block_tokens", "kv_blocks", "batch_max", "waiting_max", "prefill_tokens_max",
         "kv_block_bytes", "tp", "prefix_caching", "chunked_prefill", "watermark", "preemption", "evictor",
@@ -132,7 +135,7 @@ def _token_bytes(settings: WorkerSettings) -> int:
 
 @cache
 def _timing(settings: WorkerSettings, shape: EngineShape) -> Timing:
-    """Return the timing of a simulated engine with these settings and bounds."""
+    """Return the timing of a simulated engine with these settings and limits."""
     timing: Timing
     faster, decode = settings.speedup_ratio, settings.decode_speedup_ratio
     model = settings.perf_model or (

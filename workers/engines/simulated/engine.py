@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import pvariance
-from typing import NamedTuple
 
 from msgspec.structs import astuple
 
@@ -22,68 +21,40 @@ VERSION = "1"
 TOKENIZER = "builtin:sim"
 
 
-class Stats(NamedTuple):
-    """The load of one rank and the work of its current pass, for metrics.
+def stats(scheduler: Scheduler, pass_s: float = 0.0) -> dict[str, float]:
+    """Return the load of one rank and the work of its current forward pass, by metric name.
 
-    The fields are those of Dynamo's load snapshot, with the names of vLLM's and Dynamo's load metrics. The `scheduled_…` fields
-    and `wall_time` describe the current pass, and are 0 while the rank is idle.
+    `pass_s` is the duration of the current pass in seconds. The values are those of Dynamo's load snapshot. Their names are those
+    of vLLM's and Dynamo's load metrics. The `scheduled_…` values and `wall_time` describe the current pass, and are 0 while the
+    rank is idle. `RANKS` in `workers/admin/server.py` explains each value.
     """
-
-    request_active_slots: int  # requests in the batch or in prefill
-    request_total_slots: int
-    num_requests_waiting: int
-    kv_active_blocks: int
-    kv_total_blocks: int
-    gpu_cache_usage_perc: float  # share from 0 to 1
-    gpu_prefix_cache_hit_rate: float  # mean share of cached prompt tokens, over recently admitted requests
-    num_preemptions: int
-    scheduled_num_prefill_requests: int = 0
-    scheduled_sum_prefill_tokens: int = 0  # prompt tokens computed by the pass
-    # variance of the numbers of prompt tokens that are computed after the pass
-    scheduled_var_prefill_length: float = 0.0
-    # tokens of the same prompts that were computed or cached before the pass
-    scheduled_sum_prefill_kv_tokens: int = 0
-    scheduled_num_decode_requests: int = 0
-    scheduled_sum_decode_kv_tokens: int = 0
-    scheduled_var_decode_kv_tokens: float = 0.0
-    queued_num_prefill_requests: int = 0  # waiting requests without output so far
-    queued_sum_prefill_tokens: int = 0
-    queued_var_prefill_length: float = 0.0
-    queued_num_decode_requests: int = 0  # waiting requests with output, which were preempted
-    queued_sum_decode_kv_tokens: int = 0
-    queued_var_decode_kv_tokens: float = 0.0
-    wall_time: float = 0.0  # duration of the pass in seconds
-
-
-def stats(scheduler: Scheduler, pass_s: float = 0.0) -> Stats:
-    """Return the current statistics of a rank. `pass_s` is the duration of its current pass in seconds."""
     load, busy = scheduler.load(), scheduler.busy
     plan = scheduler.planned if busy else StepPlan()
     fresh, preempted = scheduler.waiting.lengths()
-    return Stats(
-        request_active_slots=load.running,
-        request_total_slots=scheduler.batch_limit,
-        num_requests_waiting=load.waiting,
-        kv_active_blocks=load.kv_used,
-        kv_total_blocks=load.kv_total,
-        gpu_cache_usage_perc=load.kv_used / load.kv_total,
-        gpu_prefix_cache_hit_rate=scheduler.prefill.hit_rate,
-        num_preemptions=scheduler.preemptions,
-        scheduled_num_prefill_requests=len(plan.prefills),
-        scheduled_sum_prefill_tokens=plan.prefill_tokens,
-        scheduled_var_prefill_length=_variance([*map(sum, zip(plan.starts, plan.prefills, strict=True))]),
-        scheduled_sum_prefill_kv_tokens=sum(plan.starts),
-        scheduled_num_decode_requests=plan.decodes,
-        scheduled_sum_decode_kv_tokens=plan.context_tokens,
-        scheduled_var_decode_kv_tokens=_variance(scheduler.batch.lengths()),
-        queued_num_prefill_requests=len(fresh),
-        queued_sum_prefill_tokens=sum(fresh),
-        queued_var_prefill_length=_variance(fresh),
-        queued_num_decode_requests=len(preempted),
-        queued_sum_decode_kv_tokens=sum(preempted),
-        queued_var_decode_kv_tokens=_variance(preempted),
-        wall_time=pass_s if busy else 0.0,
-    )
+    return {
+        "request_active_slots": load.running,
+        "request_total_slots": scheduler.batch_limit,
+        "num_requests_waiting": load.waiting,
+        "kv_active_blocks": load.kv_used,
+        "kv_total_blocks": load.kv_total,
+        "gpu_cache_usage_perc": load.kv_used / load.kv_total,
+        "gpu_prefix_cache_hit_rate": scheduler.prefill.hit_rate,
+        "num_preemptions": scheduler.preemptions,
+        "scheduled_num_prefill_requests": len(plan.prefills),
+        "scheduled_sum_prefill_tokens": plan.prefill_tokens,
+        "scheduled_var_prefill_length": _variance([*map(sum, zip(plan.starts, plan.prefills, strict=True))]),
+        "scheduled_sum_prefill_kv_tokens": sum(plan.starts),
+        "scheduled_num_decode_requests": plan.decodes,
+        "scheduled_sum_decode_kv_tokens": plan.context_tokens,
+        "scheduled_var_decode_kv_tokens": _variance(scheduler.batch.lengths()),
+        "queued_num_prefill_requests": len(fresh),
+        "queued_sum_prefill_tokens": sum(fresh),
+        "queued_var_prefill_length": _variance(fresh),
+        "queued_num_decode_requests": len(preempted),
+        "queued_sum_decode_kv_tokens": sum(preempted),
+        "queued_var_decode_kv_tokens": _variance(preempted),
+        "wall_time": pass_s if busy else 0.0,
+    }
 
 
 def _variance(numbers: Sequence[int]) -> float:
@@ -105,8 +76,8 @@ class SimulatedEngine:
     ) -> None:
         """Create an engine of `dp` DP ranks. Its start takes `start_s` seconds.
 
-        If steps have no duration, an event loop iteration runs several steps, with up to `turn_tokens` tokens before the last
-        one.
+        If steps have no duration, one iteration of the event loop runs several steps. These generate up to `turn_tokens` tokens
+        in total, and one more step follows them in the same iteration.
         """
         timing = timing or ConstantTiming()
         self.shape = shape
@@ -136,7 +107,7 @@ class SimulatedEngine:
             rank.start(deliver, announce)
 
     def awaits(self) -> None:
-        """Return None, because this engine waits for nothing at its start."""
+        """Return None: the engine waits for no model or server, although its start may take a configured time."""
 
     def submit(self, key: int, request: Generate) -> None:
         if isinstance(rank := self._of(request), SimulatedRank):
@@ -170,7 +141,7 @@ class SimulatedEngine:
             rank.limit_batch(share)
 
     def phase(self) -> Phase:
-        """Return the phase of the rank with the oldest current step; idle if all ranks are idle."""
+        """Return the phase of the rank that began its current step first; idle if all ranks are idle."""
         if len(self.each) == 1:
             return self.each[0].phase
         working = [rank.phase for rank in self.each if rank.phase is not IDLE]
@@ -183,12 +154,12 @@ class SimulatedEngine:
     def ranks(self) -> list[Load]:
         return [rank.load() for rank in self.each] if len(self.each) > 1 else []
 
-    def stats(self) -> list[Stats]:
+    def stats(self) -> list[dict[str, float]]:
         """Return the statistics of each DP rank, in rank order."""
         return [stats(rank.scheduler, rank.pass_s) for rank in self.each]
 
     async def check(self) -> None:
-        """Raise EngineDead after a rehearsal has killed the engine."""
+        """Raise EngineDead if the injected fault `die` has killed the engine."""
         if any(rank.faults.dead for rank in self.each):
             raise EngineDead("the simulated engine died, as the rehearsal asked")
 
@@ -205,7 +176,7 @@ class SimulatedEngine:
         return self.each[number].faults.inject(fault, argument, within)
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """End one fault of one rank, which is numbered as for `chaos`."""
+        """End one fault of one rank. `rank` is the DP rank times the number of TP ranks, plus the TP rank."""
         number, within = divmod(rank, self.shape.tp)
         self.each[number].faults.heal(fault, within)
 
@@ -220,7 +191,7 @@ class SimulatedEngine:
 
 
 def _of_all(profile: Profile, dp: int) -> Profile:
-    """Return the profile of an engine with `dp` DP ranks, if `profile` is that of one rank."""
+    """Return the profile of an engine with `dp` DP ranks, computed from `profile`, the profile of one rank."""
     if dp == 1:
         return profile
     return replace(

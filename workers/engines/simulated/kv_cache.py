@@ -11,27 +11,28 @@ The states of a block on the device, and the moves between the tiers:
        ▲                   │                                        │
        └──── fetched ──────┴────────────────────────────────────────┘   the copy below stays, as the newest
 
-Requests hold the active blocks, and each active block has a count of these requests. An inactive block is held by no request, but
-a request with the same prefix can use it. A block is identified by a number. A full block's number is its name, the sequence hash
-(`events.blocks`). A partial block belongs to one request, and has a negative number, which no hash has. When it is full, it is
-promoted, which means that it gets its name. Active and inactive blocks together never exceed the capacity.
+An active block is held by at least one request, and counts the requests that hold it. An inactive block is held by no request,
+but a request with the same prefix can use it. A block is identified by a number. A full block's number is its name, the sequence
+hash (`events.blocks`). A partial block belongs to one request. Its number is negative, unlike any hash. When the block is full,
+it is promoted, which means that it gets its name. Active and inactive blocks together never exceed the capacity.
 
 Full blocks cause KV events, as in a real engine. `stored` is reported once for each run of consecutive new blocks, and `removed`
 when blocks are evicted or destroyed. Reuse and release of a block cause no events.
 
-A block is on at most one of the two slower tiers. If the block before it is on no tier when it is evicted, a block is dropped
-instead of stored, because no prompt could use it. An evictor selects the inactive block to evict:
+A block is on at most one of the two slower tiers. When the device evicts a block, the block moves to a slower tier, if there is
+one. If the preceding block of the sequence is on no tier, the evicted block is dropped instead. No prompt could use the evicted
+block without the preceding one. An evictor selects the inactive block to evict:
 
     lru        the block that has been idle longest
     multi-lru  the block idle longest in the lowest class; four classes group the blocks by their number of uses
     lineage    the block idle longest among those without an idle child, so that children are evicted before their parent
 
-The first two take constant time. `lineage` takes logarithmic time, because a block that becomes a leaf again must be sorted in
-by its idle time.
+The first two evictors take constant time per block. `lineage` takes logarithmic time, because a block that becomes a leaf again
+must be sorted in by its idle time.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
@@ -54,7 +55,7 @@ class Evictor(Protocol):
     def __contains__(self, block: object) -> bool: ...
 
     def insert(self, block: int, parent: int | None = None) -> None:
-        """Add a block that has become idle now. A block that was already idle gets the current idle time."""
+        """Add a block that has become idle now. If the block was idle already, its idle time starts again at 0."""
 
     def remove(self, block: int) -> bool:
         """Remove a block because a request uses it again. Return False if the block was not idle."""
@@ -134,8 +135,8 @@ class Lineage:
 
     def __init__(self) -> None:
         self._idle: dict[int, tuple[int, int | None]] = {}  # block -> (idle since, its parent)
-        self._below: dict[int, int] = {}  # block, idle or not -> number of its idle children
-        self._leaves: list[tuple[int, int]] = []  # a heap of (idle since, block); entries may be stale
+        self.below: dict[int, int] = {}  # block, idle or not -> number of its idle children
+        self.leaves: list[tuple[int, int]] = []  # a heap of (idle since, block); entries may be stale
         self._now = 0  # a clock that counts insertions
 
     def __len__(self) -> int:
@@ -144,18 +145,13 @@ class Lineage:
     def __contains__(self, block: object) -> bool:
         return block in self._idle
 
-    @property
-    def remembered(self) -> int:
-        """Number of internal entries, stale ones included. Tests check that it stays bounded."""
-        return len(self._leaves) + len(self._below)
-
     def insert(self, block: int, parent: int | None = None) -> None:
         self.remove(block)
         self._now += 1
         self._idle[block] = self._now, parent
         if parent is not None:
-            self._below[parent] = self._below.get(parent, 0) + 1
-        if block not in self._below:
+            self.below[parent] = self.below.get(parent, 0) + 1
+        if block not in self.below:
             self._add_leaf(block)
 
     def remove(self, block: int) -> bool:
@@ -164,16 +160,16 @@ class Lineage:
             return False
         parent = held[1]
         if parent is not None:
-            self._below[parent] -= 1
-            if not self._below[parent]:
-                del self._below[parent]
+            self.below[parent] -= 1
+            if not self.below[parent]:
+                del self.below[parent]
                 if parent in self._idle:
                     self._add_leaf(parent)
         return True
 
     def evict(self) -> int | None:
-        while self._leaves:
-            since, block = heappop(self._leaves)
+        while self.leaves:
+            since, block = heappop(self.leaves)
             if self._is_leaf(since, block):
                 self.remove(block)
                 return block
@@ -181,21 +177,20 @@ class Lineage:
 
     def _is_leaf(self, since: int, block: int) -> bool:
         held = self._idle.get(block)
-        return held is not None and held[0] == since and block not in self._below
+        return held is not None and held[0] == since and block not in self.below
 
     def _add_leaf(self, block: int) -> None:
-        heappush(self._leaves, (self._idle[block][0], block))
-        if len(self._leaves) > 4 * len(self._idle) + 64:
-            self._leaves = [leaf for leaf in set(self._leaves) if self._is_leaf(*leaf)]
-            heapify(self._leaves)
+        heappush(self.leaves, (self._idle[block][0], block))
+        if len(self.leaves) > 4 * len(self._idle) + 64:
+            self.leaves = [leaf for leaf in set(self.leaves) if self._is_leaf(*leaf)]
+            heapify(self.leaves)
 
 
-_KINDS: Mapping[EvictorKind, Callable[[], Evictor]] = {"lru": Lru, "multi-lru": MultiLru, "lineage": Lineage}
-
-
-def evictor(kind: EvictorKind) -> Evictor:
-    """Return a new evictor of this kind, without blocks."""
-    return _KINDS[kind]()
+EVICTORS: Mapping[EvictorKind, Callable[[], Evictor]] = {
+    "lru": Lru,
+    "multi-lru": MultiLru,
+    "lineage": Lineage,
+}
 
 
 class TierTraffic(NamedTuple):
@@ -223,28 +218,21 @@ class SlowTiers:
         """
         self._rooms = {Tier.HOST: host, Tier.DISK: disk}
         # for each tier, its blocks with their parents, the oldest first
-        self._held: dict[Tier, OrderedDict[int, int | None]] = {tier: OrderedDict() for tier in self._rooms}
+        self.held: dict[Tier, OrderedDict[int, int | None]] = {tier: OrderedDict() for tier in self._rooms}
         self._moved = dict.fromkeys(("from_host", "from_disk", "to_host", "to_disk"), 0)
         self._emit = emit
         self._on_device = on_device
 
     def __contains__(self, block: int) -> bool:
-        return any(block in held for held in self._held.values())
-
-    def count(self, tier: Tier) -> int:
-        """Return the number of blocks on a tier."""
-        return len(self._held[tier])
-
-    def blocks(self, tier: Tier) -> Sequence[int]:
-        """Return the blocks of a tier, the oldest first."""
-        return tuple(self._held[tier])
+        return any(block in held for held in self.held.values())
 
     def offload(self, block: int, parent: int | None) -> None:
-        """Store a block that the device evicts on the fastest slower tier.
+        """Copy a block to the fastest of the slower tiers, because the device is evicting the block.
 
-        If a slower tier already has the block, the block only becomes that tier's newest one.
+        If a slower tier already has the block, nothing is copied, and the block becomes the newest one of that tier. `parent` is
+        the block before this one in the sequence, or None. If `parent` is on no tier, the block is dropped instead.
         """
-        for held in self._held.values():
+        for held in self.held.values():
             if block in held:
                 held.move_to_end(block)
                 return
@@ -252,13 +240,13 @@ class SlowTiers:
         self._put(tier, block, parent)
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Count the copies of these blocks to the device. The tiers keep the blocks, as their newest ones.
+        """Record that these blocks are copied to the device. The slower tiers keep the blocks, as their newest ones.
 
         `names` are in the order of the prompt. All of the blocks must be on a slower tier.
         """
         for name in reversed(names):  # so that earlier blocks of the prompt are newer, and dropped later
-            tier = next(tier for tier, held in self._held.items() if name in held)
-            self._held[tier].move_to_end(name)
+            tier = next(tier for tier, held in self.held.items() if name in held)
+            self.held[tier].move_to_end(name)
             self._moved["from_host" if tier is Tier.HOST else "from_disk"] += 1
 
     def take_traffic(self) -> TierTraffic:
@@ -270,11 +258,11 @@ class SlowTiers:
 
     def clear(self) -> None:
         """Drop all blocks without reporting KV events."""
-        for held in self._held.values():
+        for held in self.held.values():
             held.clear()
 
     def _put(self, tier: Tier, block: int, parent: int | None) -> None:
-        held = self._held[tier]
+        held = self.held[tier]
         while len(held) >= self._rooms[tier]:
             oldest, before = held.popitem(last=False)
             if tier is Tier.HOST and self._rooms[Tier.DISK]:
@@ -301,26 +289,20 @@ class KvManager:
         self.total = total
         self.heard = False  # whether KV events are recorded, because a consumer reads them
         self.active: dict[int, int] = {}  # active block -> number of requests that hold it
-        self.inactive = evictor(kind)
+        self.inactive = EVICTORS[kind]()
         self._kind: EvictorKind = kind
-        self._parents: dict[
-            int, int | None
-        ] = {}  # full block on the device, active or inactive -> its parent
+        # full block on the device, active or inactive -> its parent
+        self.parents: dict[int, int | None] = {}
         self._events: list[KvEvent] = []
         self._made = 0  # number of partial blocks created so far
         self.slow: SlowTiers | None = None  # None: there are no slower tiers
         if host_blocks or disk_blocks:
-            self.slow = SlowTiers(host_blocks, disk_blocks, self._emit, self._parents.__contains__)
+            self.slow = SlowTiers(host_blocks, disk_blocks, self._emit, self.parents.__contains__)
 
     @property
     def used(self) -> int:
         """Number of blocks that requests hold. Inactive blocks do not count, because they can be evicted."""
         return len(self.active)
-
-    @property
-    def named(self) -> Set[int]:
-        """The full blocks on the device, active or inactive."""
-        return self._parents.keys()
 
     def partials(self, count: int) -> list[int]:
         """Return unused numbers for `count` partial blocks. The caller must allocate the blocks by `use`."""
@@ -328,33 +310,40 @@ class KvManager:
         return list(range(-first, count - first))
 
     def cached(self, names: Sequence[int]) -> int:
-        """Return how many blocks from the first on, without a gap, are on the device."""
-        return sum(1 for _ in takewhile(self._parents.__contains__, names))
+        """Return how many consecutive blocks, counted from the first one in `names`, are on the device."""
+        return sum(1 for _ in takewhile(self.parents.__contains__, names))
 
     def fetchable(self, names: Sequence[int]) -> int:
-        """Return how many blocks from the first on, without a gap, are on the device or a slower tier.
+        """Return how many consecutive blocks, counted from the first one in `names`, are on the device or on a slower tier.
 
         Return 0 if there are no slower tiers.
         """
-        slow, here = self.slow, self._parents
+        slow, here = self.slow, self.parents
         return (
             0 if slow is None else sum(1 for _ in takewhile(lambda name: name in here or name in slow, names))
         )
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Copy those of the blocks to the device that are only on slower tiers. The caller must then allocate them by `use`."""
-        if self.slow is not None and names:
-            self.slow.fetch([name for name in names if name not in self._parents])
+        """Copy each block in `names` that is only on a slower tier to the device.
 
-    def wanted(self, names: Sequence[int]) -> int:
-        """Return how many of these blocks are not active. All of them must be on the device."""
+        The caller must then allocate all blocks in `names` by `use`.
+        """
+        if self.slow is not None and names:
+            self.slow.fetch([name for name in names if name not in self.parents])
+
+    def count_activated(self, names: Sequence[int]) -> int:
+        """Return how many blocks in `names` are inactive, so that `use` would activate them.
+
+        All blocks in `names` must be on the device.
+        """
         return sum(name not in self.active for name in names)
 
     def use(self, blocks: Sequence[int], parent: int | None = None) -> bool:
-        """Allocate blocks for a request, in the order of its sequence. `parent` is the block before the first of them, or None.
+        """Allocate blocks for a request, in the order of its sequence. Return False if the device has no room for all.
 
-        The count of an active block increases by one. An inactive block becomes active. For an absent block, an inactive block is
-        evicted if the device is full. Return False and allocate nothing if the device has no room for all blocks.
+        `parent` is the block before the first of `blocks`, or None. If a block is active already, one more request holds it. An
+        inactive block becomes active. If the device is full, inactive blocks are evicted to make room for absent ones. If the
+        result is False, nothing was allocated.
         """
         active, inactive = self.active, self.inactive
         room = self.total - len(active)
@@ -375,7 +364,7 @@ class KvManager:
         return True
 
     def take(self) -> int:
-        """Allocate one partial block and return its number. Return 0 if all blocks are active. A fast path of `use`."""
+        """Allocate one partial block and return its number. Return 0 if all blocks are active. This is a fast path of `use`."""
         active = self.active
         if len(active) >= self.total:
             return 0
@@ -386,12 +375,12 @@ class KvManager:
         return -self._made
 
     def deref(self, blocks: Sequence[int]) -> None:
-        """Release blocks of a request, in this order. Raise KeyError for a block that is not active.
+        """Release these blocks of a request, in the given order. Raise KeyError for a block that is not active.
 
-        If no other request holds a block, a full block becomes inactive, and a partial block is freed. Blocks released earlier in
-        the list count as idle longer.
+        A block that no other request holds becomes inactive if it is full, and free if it is partial. A block that
+        comes earlier in the list counts as idle for longer, so an LRU evictor evicts it sooner.
         """
-        active, parents, insert = self.active, self._parents, self.inactive.insert
+        active, parents, insert = self.active, self.parents, self.inactive.insert
         for block in blocks:
             left = active[block] - 1
             if left:
@@ -407,16 +396,16 @@ class KvManager:
         for block in blocks:
             del self.active[block]
             if block >= 0:
-                del self._parents[block]
+                del self.parents[block]
                 gone.append(block)
         if gone:
             self._emit(Removed(gone))
 
     def promote(self, partial: int, name: int, parent: int | None) -> None:
-        """Give a partial block that has become full its name. `parent` is the block before it, or None.
+        """Name a partial block that has become full. `parent` is the block before it, or None.
 
-        If the device already has a block of this name, that block is used instead, and the partial block is freed. Raise KeyError
-        if the partial block is not active.
+        If the device already has a block of this name, the request uses the existing block, and the partial block is freed. Raise
+        KeyError if the partial block is not active.
         """
         active = self.active
         del active[partial]
@@ -426,14 +415,14 @@ class KvManager:
             return
         active[name] = 1
         if not self.inactive.remove(name):
-            self._parents[name] = parent
+            self.parents[name] = parent
             if self.heard:
                 self._events.append(Stored([name], parent))
 
     def promote_all(self, partials: Sequence[int], names: Sequence[int], parent: int | None) -> None:
-        """Do the same as `promote` for consecutive blocks. `parent` is the block before the first of them, or None.
+        """Give consecutive partial blocks their names, as `promote` does for one block.
 
-        One KV event is recorded for each run of consecutive new blocks.
+        `parent` is the block before the first of them, or None. One KV event is recorded for each run of consecutive new blocks.
         """
         active, absent = self.active, []
         for partial, name in zip(partials, names, strict=True):
@@ -448,23 +437,23 @@ class KvManager:
         self.deref(blocks[::-1])
 
     def forget(self) -> dict[int, int]:
-        """Make all cached blocks unusable for other requests.
+        """Remove the names of all blocks, so that later requests cannot reuse any block that is cached now.
 
-        Active full blocks become partial blocks, and the same requests still hold them. All other cached blocks are dropped.
-        Return the map from the old to the new numbers of the active blocks.
+        Active full blocks become partial blocks with new numbers, and stay with the requests that hold them. Inactive blocks and
+        all blocks on slower tiers are dropped. Return the map from old to new numbers.
         """
         full = [block for block in self.active if block >= 0]
         renamed = dict(zip(full, self.partials(len(full)), strict=True))
         self.active = {renamed.get(block, block): held for block, held in self.active.items()}
-        self.inactive = evictor(self._kind)
-        self._parents.clear()  # the slower tiers share this map
+        self.inactive = EVICTORS[self._kind]()
+        self.parents.clear()  # the slower tiers share this map
         if self.slow is not None:
             self.slow.clear()
         self._events = [Cleared()] if self.heard else []
         return renamed
 
     def take_events(self) -> list[KvEvent]:
-        """Return the recorded KV events since the last call, in order."""
+        """Return the KV events that were recorded since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -473,14 +462,17 @@ class KvManager:
         return self.slow.take_traffic() if self.slow is not None else _NO_TRAFFIC
 
     def _store(self, blocks: Sequence[int], absent: Sequence[bool], parent: int | None) -> None:
-        """Record the parents of those of the blocks that are new, and one KV event for each run of consecutive new blocks."""
+        """Record the parent of each new block, and one KV event for each run of consecutive new blocks.
+
+        `absent` tells for each block whether it is new.
+        """
         new: list[int] = []
         after = parent  # the block before the first of `new`
         for block, is_new in zip(blocks, absent, strict=True):
             if block < 0:
                 continue
             if is_new:
-                self._parents[block] = parent
+                self.parents[block] = parent
                 new.append(block)
             else:
                 if new:
@@ -492,7 +484,7 @@ class KvManager:
             self._emit(Stored(new, after))
 
     def _evict(self, count: int) -> None:
-        gone, parents, evict = [], self._parents, self.inactive.evict
+        gone, parents, evict = [], self.parents, self.inactive.evict
         for _ in range(count):
             block = evict()
             assert block is not None, "the room was counted before"

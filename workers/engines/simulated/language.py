@@ -6,23 +6,26 @@ worker. A continuation on another worker equals the undisturbed answer if and on
 updated with one token at a time, so that the cost of a token does not grow with the length of the sequence.
 
 Token ids are those of the tokenizer that is part of Holdfast (`builtin:sim`). It has 2,048 ids, and id 2 ends the answer. Answers
-consist only of merges (ids from 259 on), so that each token is complete text by itself.
+consist only of BPE merges (ids from 259 on), so that each token is complete text by itself.
 """
 
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
+from events.token_bytes import BUILTIN_FILE, read_token_bytes
 from events.wire import Logprob, Sampling
+from workers.engines.constrained import ConstraintMatchers
 
 VOCABULARY = 2048
 EOS = 2
+BYTES = 3  # the lowest id of the tokens that are single bytes
 FIRST = 259  # the lowest id of an answer's tokens; lower ids are 3 special tokens and 256 bytes
 SPAN = VOCABULARY - FIRST  # 1,789, a prime number, so that steps of any constant stride visit each id once
 EOS_BELOW = (1 << 64) // 400  # digests below this end the answer, which is one in 400
@@ -31,6 +34,9 @@ TAIL = 0.01  # the total weight of all other tokens, relative to the first candi
 TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # the logit of each token that is no candidate
 TOKEN_BYTES = tuple(token.to_bytes(4, "little") for token in range(VOCABULARY))
 _MASK = (1 << 64) - 1
+TOOLS = b"tools: "  # begins a prompt that lists tools: see the chat template of `builtin:sim`
+_CLOSING = b'"}],'
+_SPACE = b" \t\r\n"
 
 KEPT = 256  # number of cached positions, because a simulated fleet computes the same canary answers a thousand times
 
@@ -41,7 +47,8 @@ Candidates = Sequence[tuple[int, float]]  # (token, logit), best first
 def open_sequence(model: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
     """Return the running hash of `tokens` for a model.
 
-    The hash's digest determines the next token. Call its `update` with `TOKEN_BYTES` of each further token.
+    The hash's digest determines the next token. For each further token, pass the token's four bytes (`TOKEN_BYTES`) to the
+    hash's method `update`.
     """
     running = xxhash.xxh3_64(seed=xxhash.xxh64_intdigest(model.encode()))
     running.update(as_bytes(tokens))
@@ -55,16 +62,17 @@ def as_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def plain_token(digest: int) -> int:
-    """Return the most likely token of the position with this digest. The end of the answer is not considered."""
+    """Return the most likely next token for a digest of the sequence's hash, never one that ends the answer."""
     return FIRST + digest % SPAN
 
 
 @lru_cache(KEPT)
 def candidates(digest: int, *, eos: bool) -> Candidates:
-    """Return the candidates of the position with this digest, with their logits, the best one first.
+    """Return the candidates for the next token, with their logits, best first.
 
-    The best candidate has logit 0, which is nearly always far above the others. If `eos` is false, the candidates never contain
-    the end of the answer, as needed before `min_tokens` and with `ignore_eos`.
+    `digest` is that of the sequence's hash. The best candidate has logit 0. The second is lower by 0.05 to 3.05, and each further
+    one is lower than its predecessor by 0.05 to 0.45. If `eos` is false, the candidates do not contain the token that ends the
+    answer. Callers need this for answers shorter than `min_tokens`, and with `ignore_eos`.
     """
     tokens = _in_order(digest, range(CANDIDATES))
     if eos and digest < EOS_BELOW:
@@ -80,19 +88,72 @@ def candidates(digest: int, *, eos: bool) -> Candidates:
     return tuple(ranked)
 
 
-def _in_order(digest: int, ranks: range) -> list[int]:
-    """Return the tokens at these ranks (0 for the best) of a position. The end of the answer is not considered.
+@cache
+def token_bytes() -> dict[int, bytes]:
+    """Return the bytes of each token, without the special tokens."""
+    return read_token_bytes(BUILTIN_FILE)
 
-    The ranks from 0 to SPAN - 1 contain each token once.
+
+@cache
+def tool_tokens() -> frozenset[int]:
+    """Return the tokens with which a prompt that lists tools can begin."""
+    return frozenset(token for token, text in token_bytes().items() if TOOLS.startswith(text))
+
+
+@cache
+def matchers() -> ConstraintMatchers:
+    """Return the token matchers of constrained answers.
+
+    All simulated engines share them, because all have the same vocabulary.
+    """
+    return ConstraintMatchers(token_bytes(), {EOS})
+
+
+@cache
+def _single_bytes() -> dict[int, int]:
+    """Return a map from each byte to the token that consists of this byte alone."""
+    tokens = token_bytes()
+    return {tokens[token][0]: token for token in range(BYTES, FIRST)}
+
+
+def constrained(ranked: Candidates, digest: int, allowed: int) -> Candidates:
+    """Return those of the candidates `ranked` that a grammar allows. In `allowed`, bit n stands for token n.
+
+    If the grammar allows no candidate, return one allowed token that is no candidate. At one in four positions, selected by
+    `digest`, another rule comes first: if the grammar allows a token that ends the answer or closes a part of a JSON text,
+    return only that token. Without this rule, an answer could be one long string.
+    """
+    single = _single_bytes()
+    if digest >> 20 & 3 == 0:
+        for token in (EOS, *(single[byte] for byte in _CLOSING)):
+            if allowed >> token & 1:
+                return ((token, 0.0),)
+    found = tuple(pair for pair in ranked if allowed >> pair[0] & 1)
+    if found:
+        return found
+    merges = (token for token in _in_order(digest, range(CANDIDATES, SPAN)) if allowed >> token & 1)
+    token = next(merges, EOS)
+    if token == EOS and (others := {byte: one for byte, one in single.items() if allowed >> one & 1}):
+        visible = [one for byte, one in others.items() if byte not in _SPACE] or [*others.values()]
+        token = visible[(digest >> 24) % len(visible)]
+    return ((token, 0.0),)
+
+
+def _in_order(digest: int, ranks: range) -> list[int]:
+    """Return the tokens at these ranks of preference for the next token. The best token has rank 0.
+
+    `digest` is that of the sequence's hash, and determines the ranks. SPAN tokens have a rank: the BPE merges, of which answers
+    consist. The token that ends an answer has no rank.
     """
     place, stride = digest % SPAN, 1 + (digest >> 33) % (SPAN - 1)
     return [FIRST + (place + rank * stride) % SPAN for rank in ranks]
 
 
 def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> Candidates:
-    """Return a position's candidates, then the other tokens that `bias` names, then the best token that `bias` does not name.
+    """Return `ranked`, the candidates of a position, and after them further tokens that biases can make the best.
 
-    The last token is needed if the biases ban all candidates.
+    The further tokens are those in `bias` that are not candidates, and then the best token that is neither a candidate nor in
+    `bias`. That token is needed if the biases ban all candidates.
     """
     known = {token for token, _ in ranked}
     named = [token for token in bias if token not in known]
@@ -105,7 +166,8 @@ def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> C
 def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
     """Return the logprob of the token `chosen` at a position with the candidates `ranked`, and the `top` best tokens.
 
-    `drift` imitates a faulty device: it is subtracted from and added to the logprobs in turn.
+    `drift` imitates a faulty device. It is subtracted from the logprob of the first candidate, added to that of the second, and
+    so on, alternately.
     """
     total = math.log(sum(math.exp(logit) for _, logit in ranked) + TAIL)
     shifted = [
@@ -118,9 +180,10 @@ def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> L
 def prompt_logprobs(
     model: str, tokens: Sequence[int], top: int, *, eos: bool, drift: float = 0.0
 ) -> list[Logprob]:
-    """Return the logprob of each token of a prompt, as if the model had generated the prompt, with the `top` best tokens.
+    """Return the logprob of each prompt token, as if generated, and the `top` best tokens at its position.
 
-    The logprob of the first token is 0, because no token precedes it. `eos` and `drift` are those of `candidates` and `logprobs`.
+    The logprob of the first token is 0, because no token precedes it. `eos` is passed on to `candidates`, and `drift` to
+    `logprobs`.
     """
     running, found = open_sequence(model, tokens[:1]), [Logprob(0.0)]
     for token in tokens[1:]:  # bypasses the caches, because a prompt's positions are rarely needed again
@@ -174,9 +237,8 @@ def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
         weights = [weight for weight in weights if weight >= sampling.min_p]
     total = sum(weights)
     kept, reached = 0.0, 0
-    for weight in (
-        weights
-    ):  # top_p keeps the smallest set of the best tokens that has at least this share of the weight
+    # top_p keeps the smallest set of the best tokens that has at least this share of the weight
+    for weight in weights:
         kept += weight
         reached += 1
         if kept >= sampling.top_p * total:
@@ -190,7 +252,7 @@ def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
 
 
 def luck_at(seed: int, digest: int) -> float:
-    """Return the random number in [0, 1) of a position, which is a hash of the seed and of the position's digest.
+    """Return the random number in [0, 1) for the choice of a token: a hash of the request's seed and the sequence's digest.
 
     So every worker that continues an answer draws the same number.
     """

@@ -27,7 +27,7 @@ SLICE_BYTES = 128 * 1024  # bytes that are computed before other callbacks of th
 
 
 class Contents:
-    """Computes the bytes of one sequence's KV blocks from its tokens, which can be appended."""
+    """Computes the bytes of one sequence's KV blocks from its tokens. More tokens can be appended."""
 
     def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
         """Begin a sequence with these tokens."""
@@ -53,7 +53,10 @@ class Contents:
             self._add(language.plain_token(self._hash.intdigest()) if token is None else token)
 
     def block(self, rank: int, index: int, computed: int) -> bytes:
-        """Return the bytes of the block at `index` of one TP rank, if the KV of the first `computed` tokens exists."""
+        """Return the bytes of one TP rank's block at `index`.
+
+        Only the first `computed` tokens of the sequence have KV. The bytes of the other tokens are zeros.
+        """
         first, size = index * self._shape.block_tokens, self._shape.block_tokens
         times = -(-self._token_bytes // _DIGEST_BYTES)
         held = [
@@ -128,8 +131,8 @@ class SimulatedExport:
 class SimulatedImport:
     """The `Import` of an arriving request, which compares each arrived block with the expected bytes.
 
-    If the tokens of a block were known at the reservation, the block is compared when it arrives, so that the commit of a long
-    request is short. The other blocks are compared by the commit, which has their tokens.
+    If the tokens of a block were known at the reservation, the block is compared when it arrives. This keeps `commit` short for a
+    long request. The other blocks are compared by `commit`, which receives the tokens of the whole sequence.
     """
 
     def __init__(self, rank: SimulatedRank, arrival: SimulatedArrival) -> None:
@@ -139,7 +142,7 @@ class SimulatedImport:
         self.cached_tokens = arrival.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Accept arrived blocks, and compare those with known tokens.
+        """Accept arrived blocks, and compare each block with the expected bytes if its tokens are already known.
 
         Raise MoveRefused if the blocks are outside of the reservation, or if the reservation has ended.
         """
@@ -149,7 +152,7 @@ class SimulatedImport:
         last, known = first + len(view) // size, len(self._contents.tokens) // shape.block_tokens
         room = -(-self._arrival.room_tokens // shape.block_tokens)
         if not (0 <= shard < shape.tp and first >= 0 and last <= room) or len(view) % size:
-            self.abort()
+            self._abort()
             where = f"for shard {shard} from block {first} on"
             raise MoveRefused(f"{len(view)} bytes arrived {where}, but there is room for {room} blocks")
         if shape.kv_token_s:
@@ -178,13 +181,13 @@ class SimulatedImport:
                 raise MoveRefused(against)
             self._check()
         except BaseException:
-            self.abort()
+            self._abort()
             raise
         self._transit.settle(self._arrival, list(tokens))
         self._arrival.taken.clear()
         self._rank.kick()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self._transit.abort(self._arrival)
         self._rank.kick()
 

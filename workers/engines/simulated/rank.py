@@ -74,7 +74,7 @@ class Alarm:
         self._arm(0)
 
     def close(self) -> None:
-        """Close the file. No event loop may still watch it."""
+        """Close `file`. The event loop must have stopped watching it before."""
         self._set = False
         os.close(self.file)
 
@@ -114,9 +114,8 @@ class SimulatedRank:
         self._alarm: Alarm | None = None  # the finer timer; None until a short step needs it
         self._due = 0.0  # end of the step for which the alarm is set; loop seconds
         self.stepping = False  # a step with a duration is running
-        self._holding: dict[
-            asyncio.Future[None], SimulatedDeparture
-        ] = {}  # departures to hold when the step ends
+        # departures to hold when the step ends
+        self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}
         self._deliver: Deliver = discard_output
         self._announce: Announce = discard_events
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -154,7 +153,10 @@ class SimulatedRank:
         self.kick()
 
     def trust(self, trusted: bool) -> None:
-        """Stop the reuse of all blocks computed so far. If not `trusted`, new blocks are not reused either until a later call."""
+        """Stop the reuse of all blocks computed so far.
+
+        If not `trusted`, later blocks are not reused either, until a call with `trusted` true.
+        """
         self.scheduler.trust(trusted)
         self._announce_events()
 
@@ -163,11 +165,14 @@ class SimulatedRank:
         self.scheduler.batch_limit = max(1, int(self.shape.batch_max * share))
 
     def refuse(self, key: int, refusal: Chunk) -> None:
-        """Deliver the chunk that refuses a request which belongs to no rank."""
+        """Deliver the chunk `refusal`, for a request to a DP rank that does not exist."""
         self._deliver([(key, refusal)])
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal.
+
+        `room_tokens` is the largest number of tokens that the request can have when it arrives.
+        """
         arrival = self.scheduler.reserve(key, request, room_tokens)
         if self._next is None:
             self._announce_events()  # no step will end soon
@@ -178,9 +183,10 @@ class SimulatedRank:
         return self.scheduler.load()
 
     async def hold(self, departure: SimulatedDeparture) -> None:
-        """Hold a departing request, which means that it stops to decode, at the end of the current step.
+        """Wait until the current step ends, then stop a request that moves to another worker.
 
-        Return after that. Raise MoveEnded if the engine is dead or stopped.
+        The stopped request leaves the batch and generates no tokens, but keeps its KV blocks. Raise MoveEnded if the engine is
+        dead or stopped.
         """
         if self.faults.dead or self._loop is None:
             raise MoveEnded("the engine is dead")
@@ -202,16 +208,15 @@ class SimulatedRank:
             self._next = self._loop.call_soon(self._begin, self._loop.time())
 
     def _begin(self, at: float) -> None:
-        """Begin a step, or become idle if there is no work. The step counts from the loop time `at`."""
+        """Begin a step, or become idle if there is no work. The step's duration counts from the loop time `at`."""
         assert self._loop is not None
         plan = self.scheduler.plan()
         if plan.idle or self.faults.dead:
             self._next, self.phase = None, IDLE
             return
         if self._fatal and plan.prefill_tokens:
-            os.kill(
-                os.getpid(), signal.SIGABRT
-            )  # ends the process without a message, as a failed assertion in a GPU kernel
+            # ends the process without a message, as a failed assertion in a GPU kernel
+            os.kill(os.getpid(), signal.SIGABRT)
         lasts = self.pass_s = self._step_s(plan)
         if not lasts:
             self.phase = Phase("decode", at)
@@ -228,7 +233,7 @@ class SimulatedRank:
             self._next = self._loop.call_at(due, self._finish, due)
 
     def _fine(self) -> Alarm | None:
-        """Return the finer timer. Return None if the event loop is not uvloop, or if the system has no timerfd."""
+        """Return the sub-millisecond timer. Return None if the event loop is not uvloop, or if the system has no timerfd."""
         if self._alarm is None and isinstance(self._loop, uvloop.Loop):
             with contextlib.suppress(OSError):
                 self._alarm = Alarm()
@@ -244,14 +249,14 @@ class SimulatedRank:
         return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
 
     def _finish(self, due: float) -> None:
-        """Generate the tokens of a step that had to end at the loop time `due`, and end the step."""
+        """Generate the tokens of a step that was due to end at the loop time `due`, and end the step."""
         self._end(due, self.scheduler.step())
 
     def _end(self, due: float, out: Output) -> None:
-        """Deliver the output of a step that had to end at the loop time `due`, and schedule the next step.
+        """Deliver the output of a step that was due to end at the loop time `due`, and schedule the next step.
 
         The next step begins in the next loop iteration. Its duration counts from `due`, so that timer delays do not add up. If
-        the delay is at least LATE_S, the duration counts from now, to avoid a burst of steps.
+        the delay is at least LATE_S (5 ms), the duration counts from now, to avoid a burst of steps.
         """
         assert self._loop is not None
         self.stepping = False
@@ -280,7 +285,7 @@ class SimulatedRank:
 
 
 def _contains(tokens: Sequence[int], wanted: tuple[int, ...]) -> bool:
-    """Return whether `tokens` contains the tokens `wanted` one right after the other, in this order."""
+    """Return whether `tokens` contains the whole of `wanted` as a run of consecutive tokens."""
     size, first = len(wanted), wanted[0]
     return any(
         tokens[place] == first and tuple(tokens[place : place + size]) == wanted

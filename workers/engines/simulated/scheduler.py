@@ -7,13 +7,9 @@
 The scheduler uses no clock and no asyncio. A forward pass is one call of `plan`, then one call of `step`. `plan` admits requests
 and returns the work of the pass. `step` generates one token for each sequence of the batch. A preempted sequence keeps its
 tokens, and only its prefill is repeated.
-
-A `mute` scheduler counts tokens and does not choose them. If the coming passes only generate tokens, `skip` advances by many
-passes at once, so that fleets of thousands of workers can be simulated in virtual time.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import chain
 from typing import cast
 
@@ -28,13 +24,11 @@ from workers.engines.simulated.sequence import (
     EngineShape,
     Output,
     SampledSequence,
-    Silent,
     SimulatedSequence,
     WaitingQueue,
     next_pass,
     next_passes,
     refusal,
-    too_large,
 )
 from workers.engines.simulated.timing import SimulatedArrival, SimulatedTransit
 from workers.engines.simulated.timing import StepPlan as Plan
@@ -56,7 +50,10 @@ class Prefill:
 
     @property
     def hit_rate(self) -> float:
-        """The mean share of cached prompt tokens over recently admitted requests; 0 before the first admission."""
+        """The mean share of a request's tokens that were cached at its admission; 0 before the first admission.
+
+        The mean covers the last 1,000 (HIT_RATE_OF) admissions.
+        """
         return sum(self._hits) / len(self._hits) if self._hits else 0.0
 
     def names(self, sequence: SimulatedSequence) -> bool:
@@ -81,7 +78,7 @@ class Prefill:
         if not shape.chunked_prefill and not alone and left > budget:
             return 0
         keep = int(shape.watermark * kv.total) if kv.used else 0
-        if kv.used + kv.wanted(names[:here]) + count - here > kv.total - keep:
+        if kv.used + kv.count_activated(names[:here]) + count - here > kv.total - keep:
             return 0
         chunk = min(left, budget) if shape.chunked_prefill else left
         full = min((cached + chunk) // size, len(names))
@@ -121,9 +118,8 @@ class Prefill:
 class Scheduler:
     """Schedules the requests of one rank, and runs forward passes over them."""
 
-    def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
+    def __init__(self, shape: EngineShape) -> None:
         self.shape = shape
-        self.mute = mute
         # number of slots that new requests may fill; a request with a slot keeps it
         self.batch_limit = shape.batch_max
         self.kv = KvManager(
@@ -135,59 +131,35 @@ class Scheduler:
         self.prefill = Prefill(shape, self.kv, self.batch)
         self.waiting = WaitingQueue()
         # keys of canaries; those that have ended are dropped when the canaries are counted
-        self._canaries: set[int] = set()
+        self.canaries: set[int] = set()
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
         self.preemptions = 0  # number of preemptions so far
-        # the values of `_standing` when the last attempt to admit a request failed; None: no attempt has failed since
-        self._stalled: tuple[int, int, int, int] | None = None
 
     # --- requests
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
         """Put a request into the waiting queue and return None. If the request cannot be accepted, return its final chunk."""
-        if against := refusal(request, self.shape) or self._overload(canary=request.canary):
+        if against := refusal(request, self.shape) or self.overload(canary=request.canary):
             return Chunk(request.stream, [], error=against)
         sampling, prompt = request.sampling, len(request.tokens)
         if min(sampling.max_tokens, self.shape.context_tokens - prompt) <= 0:
             return Chunk(request.stream, [], finish="length")
         if request.canary:
-            self._canaries.add(key)
+            self.canaries.add(key)
         sequence = SampledSequence(key, request, self.shape)
         if sampling.prompt_logprobs is not None:
             eos, drift = not sampling.ignore_eos, self.faults.drift
             sequence.before = prompt_logprobs(
                 self.shape.model, request.tokens, sampling.prompt_logprobs, eos=eos, drift=drift
             )
-        if self.mute:
-            names = sequence.name_blocks(self.shape.block_tokens) if self.prefill.names(sequence) else []
-            silent = Silent(key, prompt, sequence.end - prompt, names, canary=request.canary)
-            silent.priority = request.priority
-            self.waiting.add(silent)
-        else:
-            self.waiting.add(sequence)
-        return None
-
-    def submit_silent(self, key: int, prompt: int, answer: int, names: Sequence[int]) -> str | None:
-        """Queue a request of which only token counts and block names are known. Return None, or the reason for a refusal.
-
-        Only for a `mute` scheduler, which counts tokens without choosing them.
-
-        Args:
-            key: the key of the request.
-            prompt: number of prompt tokens, at least 1.
-            answer: number of tokens of the answer, at least 1.
-            names: the hashes of the full blocks of prompt and answer, as far as the trace gives them.
-        """
-        assert self.mute, "this scheduler speaks"
-        assert prompt > 0 < answer, "nothing to read, or nothing to say"
-        if against := too_large(prompt, self.shape) or self._overload():
-            return against
-        answer = min(answer, self.shape.context_tokens - prompt)
-        self.waiting.add(Silent(key, prompt, answer, names))
+        self.waiting.add(sequence)
         return None
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal.
+
+        `room_tokens` is the largest number of tokens that the request can have when it arrives.
+        """
         return refusal(request, self.shape) or self.transit.reserve(key, request, room_tokens)
 
     def cancel(self, key: int) -> None:
@@ -202,14 +174,17 @@ class Scheduler:
         self.transit.cancel(key)
 
     def drop_all(self) -> None:
-        """Drop all requests and end all moves."""
+        """Drop all requests, and end all moves of requests from and to other workers."""
         self.transit.drop_all()
         for key in [*self.batch.sequences, *self.prefill.begun]:
             self.cancel(key)
         self.waiting.clear()
 
     def trust(self, trusted: bool) -> None:
-        """Stop the reuse of all blocks computed so far. If not `trusted`, new blocks are not reused either until a later call."""
+        """Stop the reuse of all blocks computed so far.
+
+        If not `trusted`, later blocks are not reused either, until a call with `trusted` true.
+        """
         self.prefill.trusted = self.transit.trusted = trusted
         renamed = self.kv.forget()
         for sequence in [*self.batch.sequences.values(), *self.prefill.begun.values()]:
@@ -231,7 +206,10 @@ class Scheduler:
         return Load(running, len(self.waiting), self.kv.used, self.kv.total, active, self._living_canaries())
 
     def take_events(self) -> list[KvEvent]:
-        """Return the KV events since the last call, in order. The list is empty unless `kv.heard` is set."""
+        """Return the KV events since the last call, in order.
+
+        KV events are recorded only while the worker publishes them (`kv.heard`). Otherwise, the list is empty.
+        """
         return self.kv.take_events()
 
     # --- one pass
@@ -258,7 +236,7 @@ class Scheduler:
             starts.append(sequence.computed - chunks[-1])
             budget -= chunks[-1]
         later = len(chunks)
-        while self.waiting and self._seats() < self.batch_limit and budget > 0:
+        while self.waiting and self.seats() < self.batch_limit and budget > 0:
             first = self.waiting.first
             chunk = self.prefill.admit(first, budget, alone=not chunks)
             if not chunk:
@@ -267,51 +245,39 @@ class Scheduler:
             chunks.append(chunk)
             starts.append(first.computed - chunk)
             budget -= chunk
-        self._stalled = self._standing() if self.waiting and not chunks else None
         used, traffic = self.kv.used, self.kv.take_traffic()
         total = self.kv.total
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
 
-    def _overload(self, *, canary: bool = False) -> str | None:
+    def overload(self, *, canary: bool) -> str | None:
         """Return the error for a new request if the batch and the queue are full, or None if the request can be accepted.
 
-        Canaries do not count against the limit. Up to CANARIES_MAX canaries are accepted even at the limit, so that a full worker
-        is checked, too.
+        Canaries do not count against the limit. Up to CANARIES_MAX (2) canaries are accepted even at the limit, so that a full
+        worker is checked, too.
         """
         canaries, waiting = self._living_canaries(), len(self.waiting)
-        full = self._seats() + waiting - canaries >= self.shape.batch_max + self.shape.waiting_max
+        full = self.seats() + waiting - canaries >= self.shape.batch_max + self.shape.waiting_max
         if not full or (canary and canaries < CANARIES_MAX):
             return None
         return f"overloaded: {waiting} requests are waiting already"
 
     def _living_canaries(self) -> int:
-        if self._canaries:
+        if self.canaries:
             here = (self.waiting, self.batch.sequences, self.prefill.begun)
-            self._canaries = {key for key in self._canaries if any(key in place for place in here)}
-        return len(self._canaries)
+            self.canaries = {key for key in self.canaries if any(key in place for place in here)}
+        return len(self.canaries)
 
-    def _seats(self) -> int:
+    def seats(self) -> int:
+        """Return the number of batch slots in use or reserved."""
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def step(self) -> Output:
-        """Generate one token for each sequence of the batch, and return the output of all sequences.
-
-        A mute scheduler returns a chunk without tokens for the first and for the last token of each sequence, and none for
-        others.
-        """
+        """Generate one token for each sequence of the batch, and return the output of all sequences."""
         if self.faults.error:
             return self._raise()
         batch, due = self.batch, self.batch.due()
         gone = [one for one in due if one.last]
-        if self.mute:
-            out = self._count_tokens(gone)
-        else:
-            for sequence in chain(gone, self.prefill.through):
-                cast(SampledSequence, sequence).quick = False
-            out, stopped = next_pass(
-                cast(dict[int, SampledSequence], batch.sequences), batch.passes + 1, self.faults
-            )
-            gone += stopped
+        out = self.generate(gone)
         self.prefill.through.clear()
         batch.passes += 1
         for sequence in gone:
@@ -321,6 +287,19 @@ class Scheduler:
             if sequence.batch is batch:
                 self._name_full(sequence)
                 self._extend(sequence)
+        return out
+
+    def generate(self, gone: list[SimulatedSequence]) -> Output:
+        """Generate one token for each sequence of the batch, and return the output of all sequences.
+
+        The caller passes in `gone` the sequences that reach their maximum length in this pass. Sequences that end in this pass
+        before their maximum length are appended to `gone`.
+        """
+        for sequence in chain(gone, self.prefill.through):
+            cast(SampledSequence, sequence).quick = False
+        sequences = cast(dict[int, SampledSequence], self.batch.sequences)
+        out, stopped = next_pass(sequences, self.batch.passes + 1, self.faults)
+        gone += stopped
         return out
 
     def rush(self, tokens: int) -> Output:
@@ -337,10 +316,10 @@ class Scheduler:
         return out
 
     def _take_plain(self, tokens: int) -> list[list[int]]:
-        """Run plain passes, in which each sequence only gets a token, with up to `tokens` tokens in total. Then plan the next
-        pass.
+        """Run plain passes with up to `tokens` tokens in total, then plan the next pass.
 
-        Return the list of tokens of each sequence in the batch, or an empty list if no plain pass was possible.
+        A plain pass only generates a token for each sequence. Return the list of tokens of each sequence in the batch, or an
+        empty list if no plain pass was possible.
         """
         spoken = cast(list[SampledSequence], list(self.batch.sequences.values()))
         if not spoken or not self._alone() or not all(sequence.quick for sequence in spoken):
@@ -357,7 +336,10 @@ class Scheduler:
         return said
 
     def _pass(self, left: int) -> None:
-        """Advance by `left` passes in which blocks may fill, but no sequence enters or leaves the batch."""
+        """Advance the batch's pass count and blocks by `left` passes, after the tokens of these passes were generated.
+
+        In these passes, blocks may become full, but no sequence enters or leaves the batch.
+        """
         batch = self.batch
         while left > (ahead := batch.ahead()):
             batch.passes += ahead
@@ -370,25 +352,15 @@ class Scheduler:
         batch.passes += left
 
     def _alone(self) -> bool:
-        """Return whether the next pass only decodes: there is no waiting request, prompt, move, slower tier or fault."""
+        """Return whether the next pass does nothing but decode.
+
+        This requires that no request waits, is in prefill, or moves to or from another worker. The rank must also have no slower
+        KV tiers and no active faults.
+        """
         prefill = self.prefill
-        if self.mute or self.waiting or prefill.begun or prefill.through or self.kv.slow is not None:
+        if self.waiting or prefill.begun or prefill.through or self.kv.slow is not None:
             return False
         return self.transit.empty and self.faults.healthy
-
-    def _count_tokens(self, gone: list[SimulatedSequence]) -> Output:
-        """Return a chunk without tokens for each sequence that gets its first or last token in this pass.
-
-        `gone` are the sequences that end in this pass.
-        """
-        out = {
-            one.key: Chunk(0, [], cached_tokens=one.cached) for one in self.prefill.through if not one.made
-        }
-        for one in self.prefill.through:
-            one.fresh = False
-        for one in gone:
-            out.setdefault(one.key, Chunk(0, [])).finish = "length"
-        return list(out.items())
 
     def _raise(self) -> Output:
         running = [*self.batch.sequences.values(), *self.prefill.begun.values()]
@@ -402,7 +374,7 @@ class Scheduler:
     # --- blocks of decoding sequences, as they fill
 
     def _name_full(self, sequence: SimulatedSequence) -> None:
-        """Name the last block of a sequence if the KV of all its tokens is computed.
+        """Name the last block of a sequence if the KV of all tokens in the block is computed.
 
         The KV of the token that was generated last is not computed yet.
         """
@@ -414,10 +386,10 @@ class Scheduler:
             blocks[-1] = name
 
     def _extend(self, sequence: SimulatedSequence) -> None:
-        """Allocate a sequence's next block. If no block is free, preempt requests until one is.
+        """Allocate a sequence's next block. If no block is free, preempt requests until one is free.
 
-        Requests that are about to move to another worker are not preempted. If all requests are about to move, preempt this
-        sequence itself. Preempting another one would free nothing, because its blocks are pinned.
+        Requests that are about to move to another worker are not preempted, because their blocks are pinned and would not become
+        free. If all requests are about to move, preempt `sequence` itself.
         """
         while sequence.batch is not None:
             if partial := self.kv.take():
@@ -429,7 +401,8 @@ class Scheduler:
     def _victim(self) -> SimulatedSequence | None:
         """Return the sequence to preempt next, or None if all are about to move to another worker.
 
-        It is the newest one by default, as in real engines, or the oldest one if so configured.
+        By default, this is the newest sequence that is not about to move, as in real engines. `EngineShape.preemption` can select
+        the oldest instead.
         """
         running = self.batch.sequences.values()
         late = self.prefill.begun.values()
@@ -445,28 +418,3 @@ class Scheduler:
         self.transit.release(sequence, "it has been preempted")
         self.waiting.put_back(sequence)
         self.preemptions += 1
-
-    # --- many passes at once
-
-    def steady(self) -> int:
-        """Return the number of coming passes in which no request is admitted or ends, and no sequence needs another block.
-
-        Return 0 if a sequence gets its first token in this pass, a prompt is being computed, or no sequence decodes.
-        """
-        if self.prefill.through or self.prefill.begun:
-            return 0
-        if self.waiting and self._stalled != self._standing():
-            return 0
-        return self.batch.ahead()
-
-    def _standing(self) -> tuple[int, int, int, int]:
-        """Return the values that decide whether the first waiting request can be admitted.
-
-        If they are the same as at the last failed attempt, another attempt would fail, too.
-        """
-        return self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit
-
-    def skip(self, passes: int) -> None:
-        """Advance by this many passes at once, at most by the result of `steady`. Only for a `mute` scheduler."""
-        assert self.mute and 0 <= passes <= self.steady(), "only steady passes can be skipped"
-        self.batch.passes += passes

@@ -1,8 +1,8 @@
 """The requests of one simulated rank: waiting queue, running batch, and generation of tokens.
 
-Each sequence of the batch gets one token in each forward pass. So tokens need not be counted one by one, because a sequence's
-length follows from the number of passes since it entered the batch. The calendar lists, for each coming pass, the sequences that
-then end or need another block. No sequence ends or needs a block in the passes before the calendar's next entry.
+Each sequence of the batch gets one token in each forward pass. So tokens need not be counted one by one: a sequence's length
+follows from the number of passes since it entered the batch. The calendar lists, for each coming pass, the sequences that end or
+need another block in that pass. No sequence ends or needs a block in the passes before the calendar's next entry.
 
 The waiting queue is ordered by priority, and by arrival within a priority. Canaries and preempted requests go first.
 
@@ -23,10 +23,13 @@ import xxhash
 from events import blocks
 from events.errors import UsageError
 from events.wire import Chunk, Generate, Logprob, Sampling
+from workers.engines.constrained import GrammarFollower
+from workers.engines.engine import seed_of, validate_request
 from workers.engines.faults import EngineFaults
 from workers.engines.simulated import language
 from workers.engines.simulated.kv_cache import EvictorKind
 from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKEN_BYTES, VOCABULARY, Reasoning
+from workers.engines.simulated.tool_calls import call_constraint
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
@@ -36,7 +39,7 @@ Output = list[tuple[int, Chunk]]
 
 
 class BadShape(UsageError):
-    """The simulated engine's bounds contradict one another."""
+    """The limits of a simulated engine are invalid, or contradict one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +85,10 @@ class EngineShape:
 class SimulatedSequence:
     """The scheduling state of one request: its length, its progress and its KV blocks.
 
-    `start` is the number of tokens when the request last entered the batch. If it is not in the batch, `start` is its current
-    number of tokens. `since` is the batch's pass count at the entry, so that the batch's later passes give the tokens generated
-    since. `due` is the pass in which the request ends or needs another block. `names` are the names of its leading full blocks,
-    computed when first needed.
+    `start` is the number of tokens when the request last entered the batch. While the request is not in the batch, `start` is its
+    current number of tokens. `since` is the batch's pass count when the request last entered. Each later pass generates one token
+    of the request. `due` is the pass in which the request ends or needs another block. `names` are the names of the request's
+    leading full blocks, computed when first needed.
     """
 
     __slots__ = (
@@ -125,76 +128,48 @@ class SimulatedSequence:
         return self.length - self.prompt
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Replace the names of the request's blocks by those in `renamed`, so that no other request can find the blocks."""
+        """Renumber the request's blocks by the map `renamed` (old to new), so that no other request can find the blocks."""
         self.named = False
         self.blocks = [renamed.get(block, block) for block in self.blocks]
 
     def name_blocks(self, block_tokens: int) -> list[int]:
-        """Return the names of all full blocks of the request, which must not be in the batch."""
+        """Return the names of all full blocks of the request. The request must not be in the batch."""
         raise NotImplementedError
 
     def name_next(self, block_tokens: int) -> int:
         """Name the block that has become full, and return the name.
 
-        Called after the token that follows the block's last token, because only then is the KV of the last token computed.
+        Called when the token after the block has been generated, because the KV of the block's last token is computed only then.
         """
         raise NotImplementedError
 
 
-class Silent(SimulatedSequence):
-    """A request for a mute scheduler, which counts its tokens but does not generate them.
-
-    `names` are the names of the leading blocks, and may include blocks of the answer. Later blocks get names that no other
-    request has.
-    """
-
-    __slots__ = ("_given", "_salt")
-
-    def __init__(
-        self, key: int, prompt: int, answer: int, names: Sequence[int], *, canary: bool = False
-    ) -> None:
-        super().__init__(key, prompt, prompt + answer, canary=canary)
-        self._given = names
-        self._salt = xxhash.xxh3_64_intdigest(key.to_bytes(8, "little"))
-
-    def name_blocks(self, block_tokens: int) -> list[int]:
-        full = self.start // block_tokens
-        if not self.names:
-            self.names = list(self._given[:full])
-        while len(self.names) < full:
-            self.name_next(block_tokens)
-        return self.names
-
-    def name_next(self, block_tokens: int) -> int:
-        names, name = self.names, self._salt
-        if len(names) < len(self._given):
-            name = self._given[len(names)]
-        elif names:
-            name = blocks.follow(names[-1], self._salt)
-        names.append(name)
-        return name
-
-
 class SampledSequence(SimulatedSequence):
-    """A request with tokens that are generated, in contrast to `Silent`.
+    """One request, with the state for the generation of its tokens.
 
     `tokens` are the initial tokens. For a request that arrived with its KV cache, they include the tokens that the other worker
     generated. `unusual` maps positions to those generated tokens that the hash alone would not have chosen. `marks` maps
     positions to the tokens that delimit the reasoning, and `thought` is the position after the reasoning. `tail` has the tokens
-    after the last named block, as bytes. `plain` is true if the request's parameters never need more than the hash to choose a
-    token. `quick` is true while, in addition, output was delivered, no reasoning remains, and the answer does not reach its
-    maximum length.
+    after the last named block, as bytes. `plain` is true if, with the request's parameters, the hash alone determines every token
+    except the delimiters of the reasoning.
+
+    `quick` is true while the hash alone determines the whole output of the next pass. This is so while the request is `plain`,
+    already has output, is past its reasoning, and stays below its maximum length in that pass.
     """
 
     __slots__ = (
-        "banned", "counts", "digest", "ends", "ends_below", "full", "hash", "marks", "note", "plain", "quick", "request",
-        "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
+        "banned", "counts", "digest", "ends", "ends_below", "follower", "full", "hash", "marks", "note", "plain", "quick",
+        "request", "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
     )  # fmt: skip
 
     def __init__(
         self, key: int, request: Generate, shape: EngineShape, came: list[int] | None = None
     ) -> None:
-        """Create a sequence. `came` has all tokens of a request that has arrived with its KV cache; None: another request."""
+        """Create a sequence.
+
+        For a request that has arrived with its KV cache, `came` has all its tokens, including those generated by the other
+        worker. For any other request, `came` is None.
+        """
         sampling, prompt = request.sampling, len(request.tokens)
         self.tokens = tokens = request.tokens if came is None else came
         end = min(prompt + sampling.max_tokens, shape.context_tokens)
@@ -211,10 +186,12 @@ class SampledSequence(SimulatedSequence):
         self.ends_below = 0 if sampling.ignore_eos else EOS_BELOW  # a digest below this may end the answer
         self.banned = frozenset({*sampling.stop_token_ids, EOS})
         self.thought, self.marks = _thought(request.prompt_tokens, end, shape.reasoning)
-        self.plain = _is_plain(sampling)
+        # follows the grammar of the answer's constraint or of its tool call; None: any token is allowed
+        self.follower = _follower(request, tokens)
+        self.plain = _is_plain(sampling) and self.follower is None
         self.quick = False
         self.salt = blocks.seed(namespace=request.cache_salt)
-        self.seed = _seed(request)
+        self.seed = seed_of(request)
         # how often each token was generated so far, replayed tokens included; empty if the request has no penalties
         self.counts = Counter(tokens[request.prompt_tokens :] if penalises(sampling) else ())
 
@@ -223,7 +200,7 @@ class SampledSequence(SimulatedSequence):
         self.hash, self.digest, self.update = running, running.intdigest, running.update
 
     def name_prefix(self, block_tokens: int) -> list[int]:
-        """Return the names of the blocks that the initial tokens fill."""
+        """Return the names of the blocks that the sequence's initial tokens fill completely."""
         if not self.names and self.full:
             self.names = prefix_names(self.tokens[: self.full * block_tokens], self.request, block_tokens)
         return self.names
@@ -243,39 +220,44 @@ class SampledSequence(SimulatedSequence):
 
 
 def refusal(request: Generate, shape: EngineShape) -> str | None:
-    """Return why a request can never be served, or None if it can."""
-    tokens, bias = request.tokens, request.sampling.logit_bias
-    if not tokens:
-        return "invalid_request: the prompt is empty"
-    if against := too_large(len(tokens), shape):
-        return against
-    if min(tokens) < 0 or max(tokens) >= VOCABULARY:
-        return f"invalid_request: token ids go from 0 to {VOCABULARY - 1}"
-    if bias and not 0 <= min(bias) <= max(bias) < VOCABULARY:
-        return f"invalid_request: logit_bias: token ids go from 0 to {VOCABULARY - 1}"
-    if request.sampling.prompt_logprobs is not None and len(tokens) > PROMPT_LOGPROBS_MAX:
+    """Return why a request can never be served, or None if it can.
+
+    The size of the KV cache is never the reason, because the cache holds at least one full context.
+    """
+    if refused := validate_request(request, shape.context_tokens, VOCABULARY):
+        return refused
+    if request.guided is not None and (refused := language.matchers().refusal(request.guided)):
+        return refused
+    if request.sampling.prompt_logprobs is not None and len(request.tokens) > PROMPT_LOGPROBS_MAX:
         return f"invalid_request: of a prompt of more than {PROMPT_LOGPROBS_MAX} tokens there are no logprobs"
     return None
 
 
-def too_large(prompt: int, shape: EngineShape) -> str | None:
-    """Return why a prompt of `prompt` tokens can never be served, or None if it can.
-
-    Only the context length is checked, because the KV cache is never smaller than one context.
-    """
-    if prompt < shape.context_tokens:
-        return None
-    return f"invalid_request: {prompt} tokens leave no room in a context of {shape.context_tokens}"
-
-
 def prefix_names(tokens: Sequence[int], request: Generate, block_tokens: int) -> list[int]:
-    """Return the names (sequence hashes) of the full blocks that `tokens`, the first tokens of a request, fill."""
+    """Return the names (sequence hashes) of the blocks that the first tokens of a request fill completely.
+
+    `tokens` are these first tokens.
+    """
     own = blocks.local_hashes(tokens, block_tokens, blocks.seed(namespace=request.cache_salt))
     return blocks.sequence_hashes(own)
 
 
+def _follower(request: Generate, tokens: Sequence[int]) -> GrammarFollower | None:
+    """Return a follower of an answer's grammar, placed after all tokens so far; None without a grammar."""
+    # the grammar of a constraint begins after the tokens of the request, that of a call after the prompt
+    guided, begin = request.guided, len(request.tokens)
+    if guided is None and request.tokens[0] in language.tool_tokens():
+        guided, begin = call_constraint(request.tokens[: request.prompt_tokens]), request.prompt_tokens
+    if guided is None:
+        return None
+    follower = language.matchers().follow(guided)
+    for token in tokens[begin:]:
+        follower.advance(token)
+    return follower
+
+
 def _is_plain(sampling: Sampling) -> bool:
-    """Return whether the sampling parameters never need more than the hash to choose a token."""
+    """Return whether, with these sampling parameters, the hash of the earlier tokens suffices to choose each token."""
     return (
         sampling.temperature <= 0
         and not sampling.logprobs
@@ -301,23 +283,15 @@ def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, di
     return first + count, marks
 
 
-def _seed(request: Generate) -> int:
-    """Return the request's seed. Without one, return a hash of the request's id, so that all workers use the same seed."""
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    return xxhash.xxh64_intdigest(request.request.encode())
-
-
 class DecodeBatch:
-    """The running batch of decoding sequences, in the order in which they entered, and their calendar."""
+    """The running batch of decoding sequences, in order of entry, and the calendar of when they end or need a block."""
 
     def __init__(self, block_tokens: int) -> None:
         self.passes = 0  # completed passes
         self._block_tokens = block_tokens
         self.sequences: dict[int, SimulatedSequence] = {}
-        self._calendar: dict[
-            int, list[SimulatedSequence]
-        ] = {}  # by pass, the sequences that end or need a block
+        # by pass, the sequences that end or need a block
+        self._calendar: dict[int, list[SimulatedSequence]] = {}
         self._next: list[int] = []  # a heap of the calendar's passes
         self._offset = 0  # the sum of all lengths is `_offset` + `passes` × number of sequences
 
@@ -387,9 +361,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         # one line of requests per priority, the lowest number first
         self._lines: dict[float, OrderedDict[int, SimulatedSequence]] = {BEFORE: OrderedDict()}
-        self._of: dict[
-            int, OrderedDict[int, SimulatedSequence]
-        ] = {}  # by request key, the line that contains the request
+        # by request key, the line that contains the request
+        self._of: dict[int, OrderedDict[int, SimulatedSequence]] = {}
 
     def __len__(self) -> int:
         return len(self._of)
@@ -446,8 +419,9 @@ def next_pass(
 ) -> tuple[Output, list[SampledSequence]]:
     """Generate one token for each sequence of the batch, in pass number `passes`.
 
-    Return the output of all sequences, and the sequences that ended before their maximum length. The caller must have set `quick`
-    to False for the sequences without output so far, and for those that reach their maximum length in this pass.
+    Return the output of all sequences, and the sequences that ended before their maximum length. The caller must have set the
+    attribute `quick` to False for two kinds of sequences: those without output so far, and those that reach their maximum length
+    in this pass.
     """
     out: Output = []
     stopped: list[SampledSequence] = []
@@ -473,9 +447,9 @@ def next_pass(
 def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[int]]:
     """Generate the tokens of up to `passes` passes, and stop before the first pass that might end an answer.
 
-    Return the tokens of each sequence, which are equally many. All sequences must be quick, and the engine healthy. The sequences
-    are processed one after the other. Each is processed on a copy of its hash, because a later sequence may reduce the number of
-    passes.
+    Return one list of tokens per sequence, all of the same length. All sequences must be `quick`, and no fault may be active in
+    the engine. The sequences are processed one after the other. A later sequence can reduce the number of passes, so each
+    sequence is first processed on a copy of its hash.
     """
     said = []
     for sequence in sequences:
@@ -529,12 +503,18 @@ def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Ch
     luck = language.luck_at(sequence.seed, digest) if sampling.temperature > 0 else 0.0
     bias = sampling.logit_bias
     open_to = language.with_biased(ranked, digest, bias) if bias else ranked
+    follower = sequence.follower if place >= sequence.thought else None
+    if follower is not None and not follower.broken:
+        open_to = language.constrained(open_to, digest, follower.allowed())
+        early = early and open_to[0][0] != EOS
     token = language.choose(open_to, sampling, sequence.counts, sequence.banned if early else (), luck)
     if token >= FIRST and faults.sampler:
         token = faults.drawn(token, sampling.temperature, FIRST, SPAN)
     token = sequence.marks.get(place, token)
     if token >= FIRST and faults.corrupt_one_in:
         token = faults.altered(token, FIRST, SPAN)
+    if follower is not None:
+        follower.advance(token)
     if token != language.plain_token(digest):
         sequence.unusual[place] = token
     if penalises(sampling):
@@ -542,5 +522,6 @@ def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Ch
     logprobs: list[Logprob] | None = None
     if sampling.logprobs:
         logprobs = [language.logprobs(ranked, token, sampling.logprobs, faults.drift)]
-    finish = "stop" if not early and token in sequence.ends else None
+    ends = not early and token in sequence.ends
+    finish = "stop" if ends or (follower is not None and token == EOS) else None
     return Chunk(0, [token], finish, None, logprobs)

@@ -2,9 +2,9 @@
 
 There are three kinds of timings:
 
-    constant      the same time for each decode pass and for each prompt token: --itl-ms, and the default of `up`
+    constant      a fixed time per decode pass, plus a fixed time per prompt token; with --itl-ms, and by default in `holdfast up`
     model         the time of a performance model, divided by a speed-up
-    tiered        one of the two, plus the time to copy KV blocks between the tiers
+    tiered        a constant or model timing, plus the time to copy KV blocks between the tiers
 
 A performance model computes the duration of a pass, in milliseconds, as the sum of two parts:
 
@@ -57,9 +57,8 @@ class StepPlan(NamedTuple):
 
     prefill_tokens: int = 0  # number of prompt tokens that the pass computes
     decodes: int = 0  # number of requests that get one more token
-    prefills: tuple[
-        int, ...
-    ] = ()  # for each request in prefill, the number of prompt tokens that the pass computes
+    # for each request in prefill, the number of prompt tokens that the pass computes
+    prefills: tuple[int, ...] = ()
     active_blocks: int = 0  # KV blocks held by requests
     total_blocks: int = 0
     context_tokens: int = 0  # sum of the context lengths of all decoding requests
@@ -81,10 +80,10 @@ class PerfModel(Protocol):
     """Computes the duration of a pass, as the sum of a prefill and a decode part."""
 
     def prefill_ms(self, plan: StepPlan) -> float:
-        """Return the milliseconds that the prompts of a pass add to the decode part. 0 if the pass has no prompts."""
+        """Return the milliseconds that the prompts of a pass add to the pass's decode part; 0 if there are no prompts."""
 
     def decode_ms(self, plan: StepPlan) -> float:
-        """Return the milliseconds of one more token for each decoding request, at least 1. 0 if the pass has no such request."""
+        """Return the milliseconds (at least 1) to generate one token for each decoding request; 0 if no request decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ class Interpolated:
     """
 
     def __init__(self, arrays: Mapping[str, object]) -> None:
-        """Use the arrays of a profile: those of KEYS, and optionally `pass_ms`. Raise BadProfile if they are invalid."""
+        """Use the arrays of a profile, by the names in KEYS. `pass_ms` is optional. Raise BadProfile if an array is invalid."""
         if missing := [key for key in KEYS if key not in arrays]:
             raise BadProfile(f"missing {', '.join(missing)}; a profile has {', '.join(KEYS)}")
         found = {key: _numbers(key, arrays[key]) for key in KEYS}
@@ -184,9 +183,12 @@ class Interpolated:
     def _chunk(self, start: int, count: int, *, first: bool) -> float:
         """Return the duration in milliseconds of computing `count` tokens of a prompt after its first `start` tokens.
 
-        `first` means that this is the first chunk that is computed, so that the `start` tokens were found in the prefix cache.
-        The fixed cost of a pass is then added to the difference of the two measured times. For a later chunk, the difference
-        already contains this cost, because the measured engine also split its prompts into chunks.
+        The duration is the measured time of a prompt that ends after the chunk, minus that of a prompt that ends before the
+        chunk. It is at least the measured time of a prompt of `count` tokens.
+
+        `first` means that no earlier chunk of the prompt was computed: the `start` tokens were found in the prefix cache. The
+        fixed cost of a pass is then added to the difference. For a later chunk, the difference already contains this cost,
+        because the measured engine also split its prompts into chunks.
         """
         alone = self._line(count)
         if not start:
@@ -205,16 +207,17 @@ def _value(coefficients: tuple[float, float, float], x: float) -> float:
 
 
 def _between(axis: Sequence[float], x: float) -> tuple[int, float]:
-    """Return the index of the axis interval that contains `x`, or of the nearest one, and the position of `x` in it.
+    """Return the interval of `axis` that contains `x` or is nearest to it, and the position of `x` in that interval.
 
-    The position is 0 at the start of the interval and 1 at its end, and below 0 or above 1 if `x` is outside.
+    The interval is given by the index of its lower end. The position is 0 at the lower end and 1 at the upper end. If `x` is
+    outside of the axis, the position is below 0 or above 1.
     """
     place = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
     return place, (x - axis[place]) / (axis[place + 1] - axis[place])
 
 
 def _numbers(key: str, array: object) -> Any:
-    """Return an array as floats. Raise BadProfile unless it contains only numbers from 0 to NUMBER_MAX.
+    """Return an array as floats. Raise BadProfile if it contains a value that is not a number from 0 to NUMBER_MAX (10¹²).
 
     `key` is the name of the array.
     """
@@ -253,7 +256,7 @@ def _profile(shape: EngineShape, prefill_tokens_per_s: float, tpot_ms: Mapping[i
 
 @dataclass(frozen=True, slots=True)
 class ConstantTiming:
-    """A timing in which decoding takes the same time for any batch, and prompts take time in proportion to their tokens."""
+    """A timing in which a decode step takes the same time for any batch, and a prompt takes a fixed time per token."""
 
     itl_s: float = 0.0  # seconds per decode step (inter-token latency)
     prefill_tokens_per_s: float = 0.0  # 0: prefill takes no time
@@ -288,8 +291,8 @@ class ModelTiming:
     def profile(self, shape: EngineShape) -> Profile:
         """Return the profile that a worker with this timing registers.
 
-        The prefill speed is that of the longest prompt that fits into one pass. The times per token assume that each request of a
-        full batch holds an equal share of the KV blocks.
+        The prefill speed is that of the longest prompt that fits into one pass. The times per token assume that each request
+        holds `kv_blocks` / `batch_max` KV blocks.
         """
         prompt = min(shape.prefill_tokens_max, shape.context_tokens)
         prefill_s = self.step_s(StepPlan(prompt, 0, (prompt,)))
@@ -308,8 +311,8 @@ class TieredTiming:
     """A timing that adds the cost of copying KV blocks between tiers to another timing.
 
     Blocks are fetched before the pass that needs them, so the time to fetch them is added to the pass. Evicted blocks are written
-    during the pass, so they prolong it only if the writes take longer than the pass. Blocks from the disk are copied through host
-    memory.
+    during the pass. The pass becomes longer only if the writes take longer than the pass itself. Blocks from the disk are copied
+    through host memory.
     """
 
     timing: Timing
@@ -331,14 +334,13 @@ class TieredTiming:
 
 @dataclass(slots=True, eq=False)
 class SimulatedDeparture:
-    """A request that moves, or may move, to another worker."""
+    """A request that is moving to another worker, or is prepared for such a move."""
 
     sequence: SampledSequence
     held: bool = False  # the request was removed from the batch, so that it gets no more tokens
     lost: str = ""  # the reason why the request cannot move any more; empty: it can
-    pinned: list[int] = field(
-        default_factory=list
-    )  # blocks kept for this departure after the request has released them
+    # blocks kept for this departure after the request has released them
+    pinned: list[int] = field(default_factory=list)
 
     @property
     def computed(self) -> int:
@@ -361,49 +363,40 @@ class SimulatedArrival:
     over: str = ""  # the reason why no more blocks can arrive; empty: they can
 
 
+@dataclass(eq=False)
 class SimulatedTransit:
-    """Tracks the requests that move to or from other workers, and the KV blocks of these requests.
+    """Tracks the requests that move to or from other workers, and the KV blocks of these requests."""
 
-    `batch` and `prefilling` are the scheduler's running batch and its requests in prefill.
-    """
-
-    def __init__(
-        self,
-        shape: EngineShape,
-        kv: KvManager,
-        batch: DecodeBatch,
-        prefilling: Mapping[int, SimulatedSequence],
-    ) -> None:
-        self._prefilling = prefilling
-        self._shape = shape
-        self._kv = kv
-        self._batch = batch
-        self.trusted = True  # other requests may reuse the blocks of requests that arrive
-        self._out: dict[int, SimulatedDeparture] = {}
-        self._in: dict[int, SimulatedArrival] = {}
-        self.held: dict[int, SimulatedSequence] = {}
+    shape: EngineShape
+    kv: KvManager
+    batch: DecodeBatch  # the scheduler's running batch
+    prefilling: Mapping[int, SimulatedSequence]  # the scheduler's requests in prefill
+    trusted: bool = True  # other requests may reuse the blocks of requests that arrive
+    _out: dict[int, SimulatedDeparture] = field(default_factory=dict)
+    _in: dict[int, SimulatedArrival] = field(default_factory=dict)
+    held: dict[int, SimulatedSequence] = field(default_factory=dict)
 
     @property
     def places(self) -> int:
-        """Number of batch slots that are reserved for held and for arriving requests."""
+        """Number of batch slots that are reserved: for arriving requests, and for requests stopped in order to move."""
         return len(self.held) + len(self._in)
 
     @property
     def empty(self) -> bool:
-        """Whether no request is departing or arriving."""
+        """Whether no request moves to or from another worker, or is prepared to move."""
         return not (self._out or self._in)
 
     def leaving(self, key: int) -> bool:
-        """Return whether the departure of a request has begun and can still succeed."""
+        """Return whether a move of the request to another worker is prepared or under way, and can still succeed."""
         return (found := self._out.get(key)) is not None and not found.lost
 
     def depart(self, key: int) -> SimulatedDeparture | None:
-        """Begin and return the departure of a request.
+        """Prepare a request's move to another worker, and return the object that tracks the move.
 
-        Return None if the request does not decode, has no output yet, is a canary or is already departing, or if MOVES_MAX
-        requests are departing.
+        Return None if the request does not decode, has no output yet, is a canary, or is already prepared to move. Also return
+        None if MOVES_MAX (16) requests are already prepared to move.
         """
-        sequence = self._batch.sequences.get(key)
+        sequence = self.batch.sequences.get(key)
         if not isinstance(sequence, SampledSequence) or sequence.fresh or sequence.canary:
             return None
         if key in self._out or len(self._out) >= MOVES_MAX:
@@ -412,22 +405,22 @@ class SimulatedTransit:
         return made
 
     def hold(self, departure: SimulatedDeparture) -> None:
-        """Remove a departing request from the batch. The request keeps its blocks and its slot."""
+        """Stop a request that moves to another worker: remove it from the batch. It keeps its blocks and its slot."""
         if not departure.lost and not departure.held:
             departure.held = True
-            self.held[departure.sequence.key] = self._batch.leave(departure.sequence.key)
+            self.held[departure.sequence.key] = self.batch.leave(departure.sequence.key)
 
     def resume(self, departure: SimulatedDeparture) -> None:
-        """Return a held request to the batch. Has no effect if the request is not held."""
+        """Put a request that `hold` has stopped back into the batch. Has no effect on any other request."""
         if departure.held and not departure.lost:
             departure.held = False
-            self._batch.enter(self.held.pop(departure.sequence.key))
+            self.batch.enter(self.held.pop(departure.sequence.key))
 
     def close(self, departure: SimulatedDeparture) -> None:
-        """End a departure and release the blocks kept for it. A held request returns to the batch."""
+        """End a request's move, and release the blocks kept for it. A request that `hold` has stopped decodes again."""
         self.resume(departure)
         departure.lost = departure.lost or "it has been closed"
-        self._kv.release(departure.pinned)
+        self.kv.release(departure.pinned)
         departure.pinned = []
         if self._out.get(departure.sequence.key) is departure:
             del self._out[departure.sequence.key]
@@ -435,11 +428,11 @@ class SimulatedTransit:
     def release(self, sequence: SimulatedSequence, why: str) -> None:
         """Release the blocks of a request that has ended or is preempted, for the reason `why`.
 
-        If the request is departing, its departure keeps the blocks, and the request cannot move any more.
+        If the request is moving to another worker, the move fails, and the blocks are only released when the move is closed.
         """
         departure = self._out.get(sequence.key)
         if departure is None or departure.lost:
-            self._kv.release(sequence.blocks)
+            self.kv.release(sequence.blocks)
         else:
             departure.lost, departure.pinned = why, sequence.blocks
         sequence.blocks = []
@@ -453,38 +446,41 @@ class SimulatedTransit:
             return "a canary does not move"
         if len(self._in) >= MOVES_MAX:
             return f"overloaded: {MOVES_MAX} requests are on their way here already"
-        if len(self._batch) + len(self._prefilling) + self.places >= self._shape.batch_max:
-            return f"overloaded: all {self._shape.batch_max} places of the batch are taken"
-        tokens, size = request.tokens, self._shape.block_tokens
-        room_tokens = min(max(room_tokens, len(tokens)), self._shape.context_tokens)
+        if len(self.batch) + len(self.prefilling) + self.places >= self.shape.batch_max:
+            return f"overloaded: all {self.shape.batch_max} places of the batch are taken"
+        tokens, size = request.tokens, self.shape.block_tokens
+        room_tokens = min(max(room_tokens, len(tokens)), self.shape.context_tokens)
         # The KV of the last token never arrives, because this worker computes it.
         names = prefix_names(tokens[:-1], request, size) if self._names else []
-        found = self._kv.cached(names)
-        blocks = names[:found] + self._kv.partials(-(-room_tokens // size) - found)
-        if not self._kv.use(blocks):
-            return f"overloaded: {self._kv.used} of {self._kv.total} KV blocks are in use"
+        found = self.kv.cached(names)
+        blocks = names[:found] + self.kv.partials(-(-room_tokens // size) - found)
+        if not self.kv.use(blocks):
+            return f"overloaded: {self.kv.used} of {self.kv.total} KV blocks are in use"
         made = SimulatedArrival(key, request, room_tokens, blocks, found * size, named=self._names)
         self._in[key] = made
         return made
 
     def settle(self, arrival: SimulatedArrival, tokens: list[int]) -> None:
-        """Add an arrived request with all its tokens to the batch. Name its full blocks, and free surplus blocks."""
-        sequence = SampledSequence(arrival.key, arrival.request, self._shape, tokens)
-        size, blocks = self._shape.block_tokens, arrival.blocks
+        """Add an arrived request to the batch, name its full blocks, and free the reserved blocks that it does not need yet.
+
+        `tokens` are all tokens of the request.
+        """
+        sequence = SampledSequence(arrival.key, arrival.request, self.shape, tokens)
+        size, blocks = self.shape.block_tokens, arrival.blocks
         full = (len(tokens) - 1) // size
         sequence.named = arrival.named
         if sequence.named:
             names, found = sequence.name_prefix(size), arrival.cached_tokens // size
-            self._kv.promote_all(blocks[found:full], names[found:full], names[found - 1] if found else None)
+            self.kv.promote_all(blocks[found:full], names[found:full], names[found - 1] if found else None)
             blocks[found:full] = names[found:full]
-        self._kv.destroy(blocks[full + 1 :])
+        self.kv.destroy(blocks[full + 1 :])
         sequence.blocks, sequence.fresh = blocks[: full + 1], False
         del self._in[arrival.key]
         arrival.over = "it has been committed"
-        self._batch.enter(sequence)
+        self.batch.enter(sequence)
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Replace the names of blocks of moving requests by those in `renamed`, so that no other request can find the blocks."""
+        """Renumber the blocks of moving requests by `renamed` (old to new), so that no other request can find the blocks."""
         for sequence in self.held.values():
             sequence.forget(renamed)
         for departure in self._out.values():
@@ -495,7 +491,7 @@ class SimulatedTransit:
 
     @property
     def _names(self) -> bool:
-        return self._shape.prefix_caching and self.trusted
+        return self.shape.prefix_caching and self.trusted
 
     def abort(self, arrival: SimulatedArrival, why: str = "it has been aborted") -> None:
         """Cancel the reservation of a request that will not arrive. Has no effect on a reservation that has ended."""
@@ -503,10 +499,13 @@ class SimulatedTransit:
             arrival.over = why
             arrival.taken.clear()
             del self._in[arrival.key]
-            self._kv.release(arrival.blocks)
+            self.kv.release(arrival.blocks)
 
     def cancel(self, key: int) -> None:
-        """End the move of the request with this key, in any state of the move, and free its blocks and slot."""
+        """End a request's move to or from another worker, and free what was reserved for the move.
+
+        A request that is stopped for the move is dropped, too.
+        """
         if sequence := self.held.pop(key, None):
             self.release(sequence, "it has been cancelled")
         if departure := self._out.get(key):

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache, with results that do not depend on the rest of the batch.
 
-A library may compute a matrix product in another order of additions when the product's shape changes, and float addition is not
-associative. So the results of one prompt alone, in a batch, or recomputed in other chunks would differ in the last bits, and
-occasionally in a token. Therefore every sum in this module has a fixed shape and order:
+When the shape of a matrix product changes, a library can add the terms in another order. Because float addition is not
+associative, the result then differs in the last bits, and occasionally in a token. A prompt would therefore have different
+results alone, in a batch or in other chunks. To prevent this, every sum in this module has a fixed shape and order:
 
     scores   q · kᵀ   over the head's width                 one product per (block, KV head): always the same depth
     weights  p · v    over the tokens of one block          one product per (block, KV head): always the same depth
@@ -13,9 +13,9 @@ multiple of four, and for every number of products in one call. With one to thre
 are computed in tiles of four, padded if necessary. Masked values are exactly zero and change no sum. `make_exact` checks all this
 at the engine's start on the machine itself. It tries larger tiles if tiles of four rows are not exact.
 
-The blocks in use are close together, because the lowest free block is taken first. So attention reads a whole slice of the pool
-without copying it. The blocks are gathered into a copy only if most of the slice belongs to other requests, or if items of the
-call share blocks.
+The blocks in use are close together, because the lowest free block is taken first. So attention can read a whole slice of the
+pool without copying it. The blocks are gathered into a copy in two cases only: most of the slice belongs to other requests, or
+sequences of the call share blocks.
 """
 
 from collections.abc import Sequence as Sequential
@@ -49,7 +49,7 @@ class Pool:
         self.cleared = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def clear(self, blocks: Sequential[int]) -> None:
-        """Set these blocks to zero. Masked values must not be NaN, because NaN times zero is NaN."""
+        """Set these blocks to zero, because zero times NaN is NaN: a mask would not hide a NaN in unused memory."""
         if blocks:
             index = torch.tensor(sorted(set(blocks)), device=self.keys.device)
             self.keys[:, index] = 0
@@ -65,15 +65,15 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The KV blocks that one attention call reads. An item of the call is one sequence with its query rows.
+    """The KV blocks that one attention call reads, for each of the call's sequences.
 
-    A span of decoding sequences is built once per step and used in every layer.
+    In the fields, an item is one sequence with its query rows. A span of decoding sequences is built once per step and used
+    in every layer.
     """
 
     items: int  # number of items
-    picked: (
-        slice | Tensor
-    )  # the pool's blocks that are read: a slice, or an index tensor if they are gathered
+    # the pool's blocks that are read: a slice, or an index tensor if they are gathered
+    picked: slice | Tensor
     query_of: Tensor  # for each picked block, the item that its queries come from
     hidden: Tensor  # [picked, item rows or 1, block tokens]: True where attention is masked
     order: Tensor  # indexes into the picked blocks, item by item, in order of position
@@ -81,9 +81,13 @@ class Span:
 
 
 def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.device) -> Span:
-    """Return the span of the items. `tables` has one list of blocks per item.
+    """Return the `Span` for one attention call.
 
-    `hidden` is [block, item rows or 1, block tokens], over the blocks of all items in order, and True where attention is masked.
+    Args:
+        tables: the list of blocks of each item (sequence).
+        hidden: a mask of shape [block, row, block tokens], over the blocks of all items in order; True: attention is masked.
+            The row axis has size 1 if one mask applies to all query rows.
+        device: where the tensors of the result are.
     """
     blocks = [block for table in tables for block in table]
     owner = torch.tensor([item for item, table in enumerate(tables) for _ in table], device=device)
@@ -101,10 +105,10 @@ def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.devi
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
-    """Return softmax(queries · keysᵀ) · values for each item, in the shape of `queries`.
+    """Return softmax(queries · keysᵀ) · values for each item (sequence), in the shape of `queries`.
 
-    `queries` is [item, KV head, row, width]. The queries are already scaled, and the number of rows is a multiple of the tile.
-    `keys` and `values` are one layer of the pool.
+    `queries` is [item, KV head, row, width]. The queries are already scaled. The number of rows is a multiple of the model's tile
+    size (4, 8 or 16). `keys` and `values` are one layer of the pool, and `over` tells which KV blocks each item reads.
     """
     items, heads, rows, width = queries.shape
     keys, values = keys[over.picked], values[over.picked]
@@ -126,10 +130,11 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
 def banded(
     queries: Tensor, keys: Tensor, values: Tensor, table: Sequential[int], first: Tensor, tile: int
 ) -> Tensor:
-    """Return the attention of one item with many rows, computed in bands of rows that limit the scratch memory.
+    """Return the attention of one sequence with many query rows, one band of rows at a time to save memory.
 
-    `queries` is [KV head, row, width], and the number of rows is a multiple of `tile`. `table` lists the item's blocks. `first`
-    has the position of each row's token. A row attends to all tokens up to and including that position.
+    `queries` is [KV head, row, width], and the number of rows is a multiple of `tile`. `keys` and `values` are one layer of the
+    pool. `table` lists the sequence's blocks. `first` has the position of each row's token. A row attends to all tokens up to and
+    including that position.
     """
     heads, rows, _ = queries.shape
     tokens = keys.shape[2]
@@ -145,7 +150,11 @@ def banded(
 
 
 def _highest(blocks: Tensor, over: Span) -> Tensor:
-    """Return, for each item, the maximum over the item's blocks. The order does not matter."""
+    """Return, for each item (sequence), the elementwise maximum over the item's KV blocks.
+
+    `blocks` has one entry for each KV block that the attention call reads, along its first axis. The order of the blocks does not
+    affect the result.
+    """
     if over.items == 1:
         return blocks[over.order].amax(dim=0, keepdim=True)
     index = over.owner.view(-1, 1, 1).expand(-1, *blocks.shape[1:])
@@ -154,6 +163,10 @@ def _highest(blocks: Tensor, over: Span) -> Tensor:
 
 
 def _added(blocks: Tensor, over: Span) -> Tensor:
-    """Return, for each item, the sum over the item's blocks, added in the order of positions."""
+    """Return, for each item (sequence), the elementwise sum over the item's KV blocks.
+
+    `blocks` has one entry for each KV block that the attention call reads, along its first axis. The entries of an item are added
+    in the order of positions.
+    """
     start = torch.zeros((over.items, *blocks.shape[1:]), dtype=blocks.dtype, device=blocks.device)
     return start.index_add_(0, over.owner, blocks[over.order])

@@ -3,8 +3,8 @@
     worker's loop ── submit, cancel ──▶ inbox ──▶ engine's thread: plan → compute → choose ──▶ deliver
 
 The thread sleeps while there is no work. Calls from the worker's event loop are put into an inbox, which the thread empties
-between two steps. The phase, which the loop reads, is an immutable object that the thread replaces. The load and moves
-(moving.py) use the block tables under a lock that the thread uses, too.
+between two steps. The event loop reads the phase, an immutable object that the thread replaces. Load reports and moves
+(moving.py) access the block tables from the event loop, under a lock that the thread also uses.
 """
 
 import asyncio
@@ -48,17 +48,18 @@ FAILURES_MAX = 3  # consecutive failed steps after which the engine is dead
 class TransformersEngine:
     """An `Engine` that serves a Llama-family model from a local folder.
 
-    At the start, `check` determines whether the model is exact on this machine. Exact means that its logits do not depend on the
-    rest of the batch.
+    At the start, the function that is passed as `check` (by default `make_exact`) determines whether the model is exact on this
+    machine. Exact means that the model's logits do not depend on the rest of the batch.
     """
 
     def __init__(self, settings: TransformersSettings, check: Check = make_exact) -> None:
         self._settings = settings
         self._check = check
         self.announces = settings.prefix_caching
+        # until the model is loaded
         blank = Profile(
             kv_blocks=0, block_tokens=settings.block_tokens, max_batch=0, prefill_tokens_per_s=0, tpot_ms=()
-        )  # until the model is loaded
+        )
         self.identity = _identity(settings, settings.context_tokens, blank)
         self.kv: tuple[Description, ...] = ()
         self._inbox: deque[Callable[[Stepper], None]] = deque()
@@ -100,7 +101,7 @@ class TransformersEngine:
         self.moves = TorchMoves(self.stepper, self._put, self._wake_up)
 
     def awaits(self) -> Awaits | None:
-        """Return that the model is loading, or None once it is loaded."""
+        """Return an `Awaits` for the loading of the model, or None once the model is loaded."""
         if self._stepper is not None:
             return None
         return Awaits(f"it is loading {self._settings.folder}", self.identity.model)
@@ -124,7 +125,7 @@ class TransformersEngine:
         self._put(lambda stepper: stepper.cancel(key))
 
     def trust(self, trusted: bool) -> None:
-        """Drop the prefix cache before the next step. If not `trusted`, keep no prefix cache until it is trusted again."""
+        """Drop the prefix cache before the next step. If not `trusted`, keep no prefix cache until a call with `trusted` true."""
         self._put(lambda stepper: stepper.trust(trusted))
 
     def limit_batch(self, share: float) -> None:
@@ -139,7 +140,10 @@ class TransformersEngine:
         return None if departure is None else TransformersExport(self.moves, departure)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TransformersImport | str:
-        """Reserve the KV blocks for an arriving request, or return the reason for a refusal."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal.
+
+        `room_tokens` is the largest number of tokens that the request can have when it arrives.
+        """
         if self.moves is None or self._stepper is None or self._dead is not None:
             return "engine_error: the engine is not running"
         arrival = self._stepper.refusal(request) or self._stepper.reserve(key, request, room_tokens)
@@ -155,11 +159,11 @@ class TransformersEngine:
         return msgspec.structs.replace(load, waiting=load.waiting + len(self._inbox))
 
     def ranks(self) -> list[Load]:
-        """Return an empty list, because this engine has only one rank."""
+        """Return the loads of the DP ranks: an empty list, as for every engine with a single rank."""
         return []
 
     async def check(self) -> None:
-        """Raise EngineDead if the engine's thread has failed, several steps failed in a row, or a rehearsal killed the engine."""
+        """Raise EngineDead if the engine's thread has failed, several steps failed in a row, or the fault `die` was injected."""
         if self._stepper is not None and self._stepper.faults.dead:
             raise EngineDead("the transformers engine died, as the rehearsal asked")
         if self._dead is not None:
@@ -182,7 +186,7 @@ class TransformersEngine:
     async def stop(self) -> None:
         """Stop after the current step and free all resources.
 
-        If the step takes longer than STOP_DEADLINE_S, return without freeing them.
+        If that step takes longer than STOP_DEADLINE_S (1.5) seconds, return without freeing the resources.
         """
         self._stopping.set()
         with self._wake:

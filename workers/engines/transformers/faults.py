@@ -1,13 +1,13 @@
-"""Injects faults into the transformers engine, for rehearsals.
+"""Injects faults into the transformers engine, for rehearsals of failures.
 
-Memory faults change the values of named weights, and can be undone. They imitate a particle strike, a weak memory cell or a bad
-bus: one flipped bit of one number, a row of zeros, or a tile of zeros. A seeded random generator selects the weight, in
-proportion to its size, and the index, so that the same seed gives the same fault.
+A memory fault changes one bit of one number of a named weight, and can be undone. It imitates a particle strike, a weak memory
+cell or a bad bus. A seeded random generator selects one of all the numbers of all weight matrices. So the same seed gives the
+same fault.
 """
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,72 +16,58 @@ from torch import Tensor
 from events.errors import HoldfastError
 from workers.engines.faults import EngineFaults
 
-TILE = 16  # rows and columns of a zeroed tile: the size that one matrix unit of a GPU processes
-
 
 class NotFloat32(HoldfastError):
     """Bits are flipped by the layout of float32. Serve the model with dtype float32 to rehearse bit flips."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFault:
-    """A memory fault at one index of one weight."""
+class BitFlip:
+    """One flipped bit of one number of one weight."""
 
     weight: str
     row: int
     column: int
-    kind: str  # one of KINDS
-    # the flipped bit of the float32 number, 0 for the lowest; None: the kind flips no bit
-    bit: int | None = None
+    bit: int  # of the float32 number, 0 for the lowest
 
     def __str__(self) -> str:
-        what = f"bit {self.bit} of" if self.bit is not None else f"{self.kind} at"
-        return f"{what} {self.weight}[{self.row}, {self.column}]"
+        return f"bit {self.bit} of {self.weight}[{self.row}, {self.column}]"
 
 
-# Draws the bit that each kind flips; None: the kind flips no bit. A float32 has 1 sign bit (31), 8 exponent bits (30–23) and 23
-# mantissa bits.
-KINDS: Mapping[str, Callable[[random.Random], int | None]] = {
-    "any one bit": lambda draw: draw.randrange(32),
-    "exponent top bit": lambda draw: 30,
-    "other exponent bit": lambda draw: draw.randrange(23, 30),
-    "sign": lambda draw: 31,
-    "top-4 mantissa bits": lambda draw: draw.randrange(19, 23),
-    "low mantissa bits": lambda draw: draw.randrange(19),
-    "one row zeroed": lambda draw: None,
-    "16×16 tile zeroed": lambda draw: None,
-}
+def draw_place(weights: Mapping[str, Tensor], draw: random.Random) -> tuple[str, int, int]:
+    """Select a number at random from all weight matrices. Return the matrix's name, and the number's row and column.
 
-
-def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) -> WeightFault:
-    """Return a random fault of this kind, drawn with `draw`. Every number of every matrix is equally likely to be selected."""
+    All numbers are equally likely, whichever matrix they are in.
+    """
     matrices = [name for name, weight in weights.items() if weight.dim() == 2]
     name = draw.choices(matrices, [weights[name].numel() for name in matrices])[0]
     rows, columns = weights[name].shape
-    return WeightFault(name, draw.randrange(rows), draw.randrange(columns), kind, KINDS[kind](draw))
+    return name, draw.randrange(rows), draw.randrange(columns)
 
 
 class WeightFaultInjector:
     """Injects faults into weights, and keeps the original values so that `heal` can restore them."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
+        self.weights = weights
         # the changed part (a view of the weight), and its original content
         self._before: list[tuple[Tensor, Tensor]] = []
 
     @torch.inference_mode()
-    def inflict(self, fault: WeightFault) -> None:
-        """Change the weight as the fault says. Raise NotFloat32 if a bit of a number that is not float32 would be flipped."""
-        weight = self._weights[fault.weight]
-        place = weight[fault.row : fault.row + 1, fault.column : fault.column + 1]
-        if fault.kind == "one row zeroed":
-            place = weight[fault.row : fault.row + 1]
-        elif fault.bit is None:
-            place = weight[_tile(fault.row, weight.shape[0]), _tile(fault.column, weight.shape[1])]
-        elif weight.dtype != torch.float32:
+    def inflict(self, fault: BitFlip) -> None:
+        """Flip a bit. Raise NotFloat32 if the weight is not float32."""
+        weight = self.weights[fault.weight]
+        if weight.dtype != torch.float32:
             raise NotFloat32
+        place = weight[fault.row : fault.row + 1, fault.column : fault.column + 1]
+        mask = (1 << fault.bit) - (1 << 32 if fault.bit == 31 else 0)  # as a signed 32-bit number
+        self.replace(place, (place.contiguous().view(torch.int32) ^ mask).view(torch.float32))
+
+    @torch.inference_mode()
+    def replace(self, place: Tensor, content: Tensor) -> None:
+        """Overwrite `place`, a view of a part of a weight, with `content` until `heal` is called."""
         self._before.append((place, place.clone()))
-        place.copy_(torch.zeros_like(place) if fault.bit is None else _flipped(place, fault.bit))
+        place.copy_(content)
 
     @torch.inference_mode()
     def heal(self) -> None:
@@ -89,16 +75,6 @@ class WeightFaultInjector:
         while self._before:
             place, before = self._before.pop()
             place.copy_(before)
-
-
-def _tile(at: int, size: int) -> slice:
-    start = min(at // TILE * TILE, max(0, size - TILE))
-    return slice(start, start + TILE)
-
-
-def _flipped(place: Tensor, bit: int) -> Tensor:
-    mask = (1 << bit) - (1 << 32 if bit == 31 else 0)  # as a signed 32-bit number
-    return (place.contiguous().view(torch.int32) ^ mask).view(torch.float32)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,9 +99,10 @@ class TorchFaults(EngineFaults):
         EngineFaults.heal(self, fault, rank)
 
     def misled(self, token: int, temperature: float, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token that the engine with its `sampler` and `corrupt` faults outputs instead of `token`.
+        """Return the token that the engine outputs instead of `token` because of the `sampler` and `corrupt` faults.
 
-        A token in `spared` is never output in place of another token, and `corrupt` never replaces one.
+        If `token` is not in `spared`, the result is not in `spared` either. If `token` is in `spared`, only the fault `sampler`
+        can lead to another result.
         """
         drawn = self.drawn(token, temperature, 0, vocabulary)
         token = token if drawn in spared else drawn
@@ -137,6 +114,7 @@ class TorchFaults(EngineFaults):
         return logits * (1.0 + self.drift) if self.drift else logits
 
 
-def bit_flip(weights: dict[str, Tensor], seed: int) -> WeightFault:
-    """Return the weight fault that the fault `bitflip` injects with this seed."""
-    return draw_fault(weights, "any one bit", random.Random(seed))
+def bit_flip(weights: Mapping[str, Tensor], seed: int) -> BitFlip:
+    """Return the bit flip that the fault `bitflip` injects with this seed."""
+    draw = random.Random(seed)
+    return BitFlip(*draw_place(weights, draw), draw.randrange(32))

@@ -50,10 +50,8 @@ def _loaded(folder: Path, config: HfModule, dtype: torch.dtype) -> HfModule:
 
 def _refuse_moving_rotations(folder: Path, config: HfModule) -> None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in (
-        "dynamic",
-        "longrope",
-    ):  # they change with the sequence's length, so no step could be repeated exactly
+    # they change with the sequence's length, so no step could be repeated exactly
+    if kind in ("dynamic", "longrope"):
         raise EngineDead(f"{folder} uses {kind} rotary embeddings, which this engine does not support.")
 
 
@@ -61,8 +59,8 @@ def revision_of(folder: Path) -> str:
     """Return the revision of a model folder, which is a hash of its content (16 hex digits).
 
     Two folders have the same revision if and only if their weights and configuration are the same. One flipped bit gives another
-    revision. The hash (xxh3) is as fast as the disk, and the weights are read soon after in any case. Raise EngineDead if the
-    folder is not a model folder.
+    revision. The hash costs little time: xxh3 is as fast as the disk, and loading the model must read the weights in any case.
+    Raise EngineDead if the folder is not a model folder.
     """
     weights = sorted(folder.glob("*.safetensors"))
     config = folder / "config.json"

@@ -108,8 +108,8 @@ class Model:
     def forward(self, works: Sequential[SequenceWork], pool: Pool, *, every: bool = False) -> Tensor:
         """Compute one step, store the tokens' keys and values in the pool, and return float32 logits.
 
-        The result has one row for each work that samples, in order, or one row for every token if `every` is set. Works of a
-        single token must come first.
+        `works` are the parts of the step, one per sequence. Parts with a single token must come first. The result has one row for
+        each sequence that gets a next token, in order, or one row for every token if `every` is set.
         """
         x = self.hidden(works, pool)
         count = sum(work.count for work in works)
@@ -119,7 +119,8 @@ class Model:
     def hidden(self, works: Sequential[SequenceWork], pool: Pool) -> Tensor:
         """Compute one step, store the tokens' keys and values in the pool, and return the hidden states of the last layer.
 
-        The result has one row per token, in order, and then rows of padding. Works of a single token must come first.
+        `works` are the parts of the step, one per sequence. Parts with a single token must come first. The result has one row per
+        token, in order, and then rows of padding.
         """
         tokens = [
             token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]
@@ -236,7 +237,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sampling_rows(works: Sequential[SequenceWork]) -> list[int]:
-    """Return, for each work that samples, the row of its last token in the step."""
+    """Return the indexes of the rows from which the step's next tokens are chosen.
+
+    A step has one row per token. For each sequence that gets a next token, the result has the row of the sequence's last token.
+    """
     rows, end = [], 0
     for work in works:
         end += work.count
@@ -299,12 +303,13 @@ Check = Callable[[Model, Pool, Blocks], bool]
 
 
 def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Set the smallest tile of rows with which the model is exact on this machine. Return False if there is no such tile.
+    """Set the smallest tile of rows with which the model is exact on this machine.
 
-    A model is exact if its logits do not depend on the rest of the batch or on the chunks of a prompt. This depends on the order
-    of additions in the installed libraries, which may differ between processors, see attention.py. So the model itself is checked
-    at the engine's start. The check computes a prompt at once, and again in uneven pieces with other sequences in the batch, and
-    compares the logits bit by bit. It takes a few steps and covers every matrix of the model.
+    A model is exact if its logits do not depend on the rest of the batch or on the chunks of a prompt. With a tile of n, each
+    matrix product gets padding rows up to a multiple of n rows. Return False if the model is exact with none of the tiles. The
+    order of additions in the installed libraries can differ between processors, see attention.py. Therefore the model itself is
+    checked at the engine's start. The check computes a prompt at once, and again in uneven pieces with other sequences in the
+    batch, and compares the logits bit by bit. It takes a few steps and covers every matrix of the model.
     """
     for model.tile in TILES:
         if is_exact(model, pool, blocks):
@@ -314,7 +319,7 @@ def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
 
 
 def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Return whether some prompts have bit-identical logits if they are computed at once and in pieces.
+    """Return whether test prompts get bit-identical logits when computed at once, and in pieces within a batch.
 
     All blocks that the check allocates are released.
     """
@@ -351,9 +356,9 @@ class _Reader:
         self._model, self._pool, self._blocks = model, pool, blocks
 
     def read(self, parts: list[tuple[TorchSequence, int]]) -> dict[TorchSequence, torch.Tensor]:
-        """Compute the next tokens of some sequences in one step, and return the logits of these tokens by sequence.
+        """Run some tokens of each sequence through the model in one step. Return the logits of these tokens by sequence.
 
-        `parts` has each sequence and the number of its tokens to compute.
+        `parts` lists the sequences, each with the number of tokens to run.
         """
         works = []
         for sequence, count in parts:

@@ -30,14 +30,14 @@ Between = Callable[[Callable[[Stepper], None]], None]
 
 
 class Copier:
-    """Copies whole KV blocks from a pool to bytes, and back, while the model computes. May be called from several threads.
+    """Copies whole KV blocks from a pool to bytes, and back, while the model computes.
 
-    The order of the bytes in a block: [layer][keys, values][KV head][token][head width]
+    May be called from several threads. The order of the bytes in a block: [layer][keys, values][KV head][token][head width]
 
     On a GPU, copies use a separate stream and pinned memory, so that they run in parallel with a step. Outgoing copies need not
-    wait for the step's stream. A block counts as full only after the step's tokens were chosen, and choosing waits for the GPU.
-    Incoming copies wait for the last clearing of blocks, which may have cleared the same blocks. `out` and `into` return only
-    after all bytes have been copied.
+    wait for the step's stream: a block counts as full only after the step's tokens were chosen, and that choice waits for the
+    GPU. Incoming copies wait for the last clearing of blocks, which may have cleared the same blocks. `out` and `into` return
+    only after all bytes have been copied.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -63,11 +63,10 @@ class Copier:
 
     @torch.inference_mode()
     def into(self, blocks: Sequential[int], data: Buffer) -> None:
-        """Write bytes in the form of `out` into these blocks."""
+        """Write `data`, bytes in the form that `out` returns, into these blocks."""
         host = self._empty(len(blocks))
-        np.copyto(
-            _bytes(host), np.frombuffer(data, np.uint8)
-        )  # numpy releases the GIL and accepts read-only memory
+        # numpy releases the GIL and accepts read-only memory
+        np.copyto(_bytes(host), np.frombuffer(data, np.uint8))
         with self._beside():
             if self._stream is not None and self._pool.cleared is not None:
                 self._stream.wait_event(self._pool.cleared)
@@ -117,8 +116,8 @@ class TorchMoves:
     async def copied(self, copy: Callable[[], T], done: Callable[[bool], None]) -> T:
         """Run `copy` on a copy thread and return its result.
 
-        When the copy has ended, `done` is called on any thread, with True if the copy succeeded. If the caller is cancelled, it
-        still waits up to COPY_S for the copy's end, so that its memory is not released while the copy reads it.
+        When the copy has ended, `done` is called on any thread, with True if the copy succeeded. A cancelled call still waits
+        for the end of the copy, for at most COPY_S (2) seconds, because the caller may release the data that the copy reads.
         """
         copying = self._threads.submit(copy)
 
@@ -138,10 +137,10 @@ class TorchMoves:
             raise
 
     async def pause(self, departure: TorchDeparture) -> None:
-        """Hold a request from the end of the current step on.
+        """Stop a request that moves to another worker, and wait until it has left the batch between two steps.
 
-        Return at once if the request cannot move any more. Raise TimeoutError if no step ends within HOLD_S. The request then
-        continues to decode.
+        Return at once if the request cannot move any more. Raise TimeoutError if no step ends within HOLD_S (10) seconds. After
+        such a timeout, the request continues to decode.
         """
         held: asyncio.Future[None] = self._loop.create_future()
         with self.lock:
@@ -168,7 +167,10 @@ class TorchMoves:
                 self._pauses.discard(held)
 
     def resume(self, departure: TorchDeparture) -> None:
-        """Return a request to the running batch between two steps, if it is held by then."""
+        """Put a request that `pause` has stopped back into the running batch, between two steps.
+
+        Has no effect if the request is not stopped at that time.
+        """
 
         def resume(stepper: Stepper) -> None:
             with stepper.lock:
@@ -177,7 +179,7 @@ class TorchMoves:
         self.between(resume)
 
     def cancel(self, key: int, why: str) -> None:
-        """End the move of the request with this key, and free what was reserved for the move."""
+        """End a request's move to or from another worker, and free what was reserved for the move."""
         with self.lock:
             self.transit.cancel(key, why)
 
@@ -207,7 +209,7 @@ class TransformersExport:
         return 0 if lost else sequence.cached // self._moves.stepper.blocks.tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
-        """Copy KV blocks out of the pool, off the event loop.
+        """Copy KV blocks out of the pool on a copy thread, and return their bytes.
 
         Raise MoveEnded if the request cannot move any more, if these blocks do not exist yet, or if the copy fails.
         """
@@ -229,9 +231,9 @@ class TransformersExport:
         return copy
 
     async def stop(self) -> Stopped:
-        """Hold the request at the end of the current step.
+        """Remove the request from the batch at the end of the current step, and return its state.
 
-        Raise MoveEnded if the request cannot move any more, or if no step ends within HOLD_S.
+        Raise MoveEnded if the request cannot move any more, or if no step ends within HOLD_S (10) seconds.
         """
         self._check()
         try:
@@ -249,9 +251,8 @@ class TransformersExport:
     def close(self) -> None:
         with self._moves.lock:
             self._transit.close(self._departure, "it has been closed")
-        self._moves.resume(
-            self._departure
-        )  # also makes the engine check for work, because blocks may have become free
+        # also makes the engine check for work, because blocks may have become free
+        self._moves.resume(self._departure)
 
     def _copied(self, succeeded: bool) -> None:
         self._transit.copied_out(self._departure)
@@ -262,7 +263,7 @@ class TransformersExport:
 
 
 class TransformersImport:
-    """The `Import` of an arriving request."""
+    """The `Import` of a request that arrives from another worker with its KV blocks."""
 
     cached_tokens = 0  # all blocks are transferred, because an arrived request shares no blocks with others
 
@@ -271,7 +272,7 @@ class TransformersImport:
         self._arrival = arrival
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Copy KV blocks into the pool, off the event loop.
+        """Copy KV blocks into the pool on a copy thread.
 
         Raise MoveRefused if the blocks are outside of the reservation, if the reservation has ended, or if the copy fails.
         """
@@ -281,7 +282,7 @@ class TransformersImport:
             self._check()
             room = len(self._arrival.blocks)
             if shard != 0 or odd or not 0 <= first <= first + count <= room:
-                self.abort()
+                self._abort()
                 where = f"for shard {shard} from block {first} on"
                 raise MoveRefused(f"{len(view)} bytes arrived {where}, but there is room for {room} blocks")
             table = self._arrival.blocks[first : first + count]
@@ -293,7 +294,7 @@ class TransformersImport:
         try:
             await self._moves.copied(lambda: self._copier.into(table, view), copied)
         except (RuntimeError, MemoryError) as error:  # torch's exceptions
-            self.abort()
+            self._abort()
             raise MoveRefused(f"the blocks cannot be copied: {error}") from error
         self._check()
 
@@ -305,13 +306,13 @@ class TransformersImport:
         with self._moves.lock:
             self._check()
             if against := self._objection(tokens, computed):
-                self.abort()
+                self._abort()
                 raise MoveRefused(against)
             self._arrival.over = "it has been committed"
         arrived = list(tokens)
         self._moves.between(lambda stepper: stepper.settle(self._arrival, arrived, computed))
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         with self._moves.lock:
             self._transit.abort(self._arrival, "it has been aborted")
         self._moves.wake()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -56,7 +57,7 @@ def plain(one: TorchSequence) -> bool:
     """Return whether the next token of this sequence is simply the one with the largest logit."""
     s = one.sampling
     penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
-    adjusted = penalised or s.logit_bias
+    adjusted = penalised or s.logit_bias or one.follower is not None
     return s.temperature < GREEDY_BELOW and not adjusted and one.generated >= s.min_tokens
 
 
@@ -70,11 +71,26 @@ def _adjusted(row: Tensor, one: TorchSequence) -> int:
     if bias := one.sampling.logit_bias:
         scores[list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float64)
     _penalise(scores, one)
+    allowed = torch.ones(len(scores), dtype=torch.bool)
+    if one.follower is not None and not one.follower.broken:
+        allowed = _as_mask(one.follower.allowed(), len(scores))
     if one.generated < one.sampling.min_tokens and one.barred:
-        scores[list(one.barred)] = -torch.inf
+        longer = allowed.clone()
+        longer[list(one.barred)] = False
+        # an answer that is complete by its grammar ends before its minimum length
+        allowed = longer if longer.any() else allowed
+    scores[~allowed] = -torch.inf
     if one.sampling.temperature < GREEDY_BELOW:
         return int(scores.argmax())
     return _draw(scores, one)
+
+
+def _as_mask(bits: int, size: int) -> Tensor:
+    """Return a bit set of tokens, in which bit n stands for token n, as a tensor of `size` booleans."""
+    octets = (bits & (1 << size) - 1).to_bytes(size // 8 + 1, "little")
+    return torch.from_numpy(
+        np.unpackbits(np.frombuffer(octets, np.uint8), count=size, bitorder="little")
+    ).bool()
 
 
 def _penalise(scores: Tensor, one: TorchSequence) -> None:
@@ -101,9 +117,8 @@ def _draw(scores: Tensor, one: TorchSequence) -> int:
         values = values[: max(1, near)]
     cumulated = (values / s.temperature).softmax(dim=0).cumsum(dim=0)
     kept = len(cumulated)
-    if (
-        s.top_p < 1.0
-    ):  # the smallest set of the most likely tokens that has a total probability of at least top_p
+    # the smallest set of the most likely tokens that has a total probability of at least top_p
+    if s.top_p < 1.0:
         kept = min(kept, int((cumulated < s.top_p).sum()) + 1)
     target = uniform(one.seed, len(one.tokens)) * float(cumulated[kept - 1])
     drawn = int(torch.searchsorted(cumulated[:kept], target, right=True))
@@ -124,7 +139,10 @@ def _logprobs(
 
 
 def logprobs_of(logits: Tensor, tokens: Sequential[int], top: int) -> list[Logprob]:
-    """Return, for each row of raw logits, the logprob of the token in `tokens`, and the `top` best tokens of the row."""
+    """Return, for each row of raw logits, the logprob of one token, and the `top` best tokens of the row.
+
+    `tokens` has that one token for each row, in order.
+    """
     values = logits.float().log_softmax(dim=-1)
     best = values.topk(min(top, values.shape[-1]), dim=-1)
     places = torch.tensor(tokens, device=values.device).unsqueeze(1)
@@ -135,11 +153,11 @@ def logprobs_of(logits: Tensor, tokens: Sequential[int], top: int) -> list[Logpr
 
 
 def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], Tensor]) -> None:
-    """Append the logprobs of prompt tokens that follow from this step to each sequence that needs them.
+    """Append this step's prompt logprobs to the attribute `before` of each sequence that needs prompt logprobs.
 
-    A prompt may be computed in several chunks, each in its own step. A preempted prompt is computed again from its beginning, and
-    its logprobs, too. The logits of thousands of rows would take more memory than the model. So they are computed for PROMPT_ROWS
-    rows at a time.
+    A prompt may be computed in several chunks, each in its own step. After a preemption, the prompt and its logprobs are
+    computed again from the beginning. The logits of thousands of rows would take more memory than the model. So they are
+    computed for 128 (PROMPT_ROWS) rows at a time.
 
     Args:
         works: the parts of the step.
@@ -148,7 +166,7 @@ def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], 
     row = 0
     for work in works:
         sequence = work.sequence
-        if sequence.asks_of_prompt:
+        if sequence.needs_prompt_logprobs:
             if work.start == 0:
                 sequence.before = [Logprob(0.0)]
             # the last row predicts the token after it

@@ -4,10 +4,11 @@
        ▲                                   │
        └──────────── preempted ────────────┘   when no block is free
 
-Every running sequence with one uncached token decodes in every step. The prompt budget of the step goes to the oldest running
-sequence with more uncached tokens, then to the next. If no block is free, the newest sequence is preempted. It releases its
-blocks and later recomputes all its tokens, including the generated ones. So it loses no token, and since re-prefill is exact, its
-answer does not change. Sequences that are about to move to another worker (`TorchTransit`) are not preempted.
+A token is uncached while its KV is not computed. Every running sequence with one uncached token decodes in every step. The step's
+budget of prompt tokens goes to the running sequences with several uncached tokens, the oldest first. If no block is free, the
+newest sequence is preempted. That sequence releases its blocks and later recomputes all its tokens, including the generated ones.
+So a preempted sequence loses no token, and because the repeated prefill is exact, the answer does not change. Sequences that are
+about to move to another worker (`TorchTransit`) are not preempted.
 
 This module uses no torch, no clock and no thread.
 """
@@ -23,15 +24,14 @@ from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
 @dataclass(slots=True, eq=False)
 class TorchDeparture:
-    """A request that moves, or may move, to another worker."""
+    """A request that is moving to another worker, or is prepared for such a move."""
 
     sequence: TorchSequence
     lost: str = ""  # the reason why the request cannot move any more; empty: it can
     closed: bool = False
     copies: int = 0  # number of copies of blocks in progress
-    pinned: list[int] = field(
-        default_factory=list
-    )  # blocks kept for this departure after the request has released them
+    # blocks kept for this departure after the request has released them
+    pinned: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,22 +67,22 @@ class TorchTransit:
 
     @property
     def places(self) -> int:
-        """Number of batch slots that are reserved for held and for arriving requests."""
+        """Number of batch slots that are reserved: for arriving requests, and for requests stopped in order to move."""
         return len(self.held) + len(self._in)
 
     @property
     def empty(self) -> bool:
-        """Whether no request is leaving or arriving."""
+        """Whether no request moves to or from another worker, or is prepared to move."""
         return not (self._out or self._in or self.held)
 
     def leaving(self, sequence: TorchSequence) -> bool:
-        """Return whether the departure of a request has begun and can still succeed."""
+        """Return whether a move of the request to another worker is prepared or under way, and can still succeed."""
         return (found := self._out.get(sequence.key)) is not None and not found.lost
 
     def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
-        """Begin and return the departure of a request.
+        """Prepare a request's move to another worker, and return the object that tracks the move.
 
-        Return None if a departure of the request has already begun, or if MOVES_MAX requests are departing.
+        Return None if the request is already prepared to move, or if MOVES_MAX (16) requests are.
         """
         if sequence.key in self._out or len(self._out) >= MOVES_MAX:
             return None
@@ -92,7 +92,7 @@ class TorchTransit:
     def release(self, sequence: TorchSequence, why: str) -> None:
         """Release the blocks of a request that has ended or is preempted, for the reason `why`.
 
-        If the request is departing, its departure keeps the blocks, and the request cannot move any more.
+        If the request is moving to another worker, the move fails, and the blocks are only released when the move is closed.
         """
         departure = self._out.get(sequence.key)
         if departure is None or departure.pinned:
@@ -103,7 +103,10 @@ class TorchTransit:
         self._settle_out(departure)
 
     def close(self, departure: TorchDeparture, why: str) -> None:
-        """End a departure. Its blocks become free when no copy of them is in progress."""
+        """End a request's move to another worker.
+
+        Blocks kept for the move become free when no copy of them is in progress.
+        """
         departure.lost, departure.closed = departure.lost or why, True
         self._settle_out(departure)
 
@@ -115,7 +118,7 @@ class TorchTransit:
     def reserve(self, key: int, request: Generate, room_tokens: int, free: int) -> TorchArrival | str:
         """Reserve KV blocks for a request of up to `room_tokens` tokens, or return the reason for a refusal.
 
-        `free` is the number of blocks that may be reserved.
+        `free` is the number of blocks that this reservation may use.
         """
         needed = self._blocks.needed(room_tokens)
         if len(self._in) >= MOVES_MAX:
@@ -134,7 +137,7 @@ class TorchTransit:
         self._settle_in(arrival)
 
     def settle(self, arrival: TorchArrival, sequence: TorchSequence) -> None:
-        """Assign the reserved blocks to the arrived request, and free those that it does not need yet."""
+        """Assign the reserved blocks to the arrived request, and free those that the request does not need yet."""
         del self._in[arrival.key]
         sequence.blocks = arrival.blocks[: self._blocks.needed(sequence.cached)]
         surplus = arrival.blocks[len(sequence.blocks) :]
@@ -142,16 +145,16 @@ class TorchTransit:
         self._blocks.give_back(surplus)
 
     def abort(self, arrival: TorchArrival, why: str) -> None:
-        """Cancel the reservation of a request that will not arrive. Has no effect after an earlier `abort`."""
+        """Cancel the reservation of a request that will not arrive. Has no effect on a reservation that has ended."""
         if not arrival.over:
             arrival.over = why
             del self._in[arrival.key]
             self._settle_in(arrival)
 
     def cancel(self, key: int, why: str) -> None:
-        """End the move of the request with this key, in any state of the move, and free what was reserved for the move.
+        """End a request's move to or from another worker, and free what was reserved for the move.
 
-        A request that runs or is held is dropped by `Schedule.remove`, not by this method.
+        This does not drop the request itself. If it runs or is stopped for the move, `Schedule.remove` drops it.
         """
         if departure := self._out.get(key):
             self.close(departure, why)
@@ -199,14 +202,14 @@ class Schedule:
         self.waiting.insert(place, sequence)
 
     def _yields(self, before: TorchSequence, newcomer: TorchSequence) -> bool:
-        """Return whether a new sequence is queued before the waiting sequence `before`.
+        """Return whether the new sequence `newcomer` is queued ahead of the waiting sequence `before`.
 
-        A new sequence of a more urgent priority is, unless `before` is a canary or has already generated tokens.
+        This is so if `newcomer` is more urgent, and if `before` is no canary and has generated no tokens yet.
         """
         return before.priority > newcomer.priority and not before.canary and not before.generated
 
     def remove(self, sequence: TorchSequence) -> None:
-        """Drop a sequence and release its blocks. Blocks that are being copied to another worker are freed after that."""
+        """Drop a sequence and release its blocks. Blocks that are being copied to another worker are freed after the copy."""
         self.transit.release(sequence, "it has ended")
         self.transit.held.pop(sequence.key, None)
         if sequence in self.running:
@@ -215,7 +218,11 @@ class Schedule:
             self.waiting.remove(sequence)
 
     def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
-        """Begin and return the departure of a sequence. Return None if it does not decode, is a canary, or cannot depart now."""
+        """Prepare a sequence's move to another worker, and return the object that tracks the move.
+
+        Return None if the sequence does not decode, is a canary, or is already prepared to move. Also return None if MOVES_MAX
+        (16) sequences are already prepared to move.
+        """
         here = sequence in self.running or sequence.key in self.transit.held
         decodes = sequence.uncached == 1 and (sequence.generated or sequence.moved)
         if sequence.canary or not here or not decodes:
@@ -223,18 +230,21 @@ class Schedule:
         return self.transit.depart(sequence)
 
     def hold(self, departure: TorchDeparture) -> None:
-        """Remove a departing sequence from the running batch. The sequence keeps its blocks and its slot."""
+        """Stop a sequence that moves to another worker: remove it from the batch. It keeps its blocks and its slot."""
         if not departure.lost and departure.sequence in self.running:
             self.running.remove(departure.sequence)
             self.transit.held[departure.sequence.key] = departure.sequence
 
     def resume(self, departure: TorchDeparture) -> None:
-        """Return a held sequence to the running batch. Has no effect if the sequence is not held."""
+        """Put a sequence that `hold` has stopped back into the batch. Has no effect on any other sequence."""
         if self.transit.held.pop(departure.sequence.key, None):
             self.running.append(departure.sequence)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TorchArrival | str:
-        """Reserve a slot and KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
+        """Reserve a slot and KV blocks for a request that arrives with its KV cache, or return why this is refused.
+
+        `room_tokens` is the largest number of tokens that the request can have when it arrives.
+        """
         if not self.room:
             return f"overloaded: all {self._batch_max} places of the batch are taken"
         return self.transit.reserve(key, request, room_tokens, self.blocks.free - self._reserved_blocks())
@@ -261,8 +271,8 @@ class Schedule:
     def plan(self) -> tuple[list[SequenceWork], list[int]]:
         """Admit waiting sequences and plan the next step.
 
-        Return the work of the step, single tokens first, and the blocks that are newly allocated for it. The caller must clear
-        these blocks.
+        Return the work of the step, and the blocks that are newly allocated for it. Work of a single token comes first. The
+        caller must clear the new blocks.
         """
         self._admit()
         preempted, taken = self.preemptions, list[int]()
@@ -300,7 +310,7 @@ class Schedule:
     def _found(self, sequence: TorchSequence) -> list[int]:
         """Return the cached blocks of a sequence's prefix.
 
-        They never cover all tokens, because at least one token must be computed to get the logits.
+        These blocks never cover all tokens, because at least one token must be computed to get the logits.
         """
         if not sequence.shares:
             return []
@@ -308,7 +318,7 @@ class Schedule:
         return self.blocks.find(names, sequence.tokens)
 
     def computed(self, work: SequenceWork) -> None:
-        """Record that the KV of a step's work is in the sequence's blocks.
+        """Record that the KV of `work` has been computed and is in the sequence's blocks.
 
         If the sequence shares blocks, name the blocks that are now full, so that other requests can find them.
         """
@@ -345,8 +355,8 @@ class Schedule:
     def _preempt(self, needy: TorchSequence) -> TorchSequence:
         """Preempt the newest sequence that is not about to move to another worker, and return the preempted sequence.
 
-        If all sequences are about to move, preempt `needy`, the sequence that needs a block. Preempting another one would free
-        nothing, because its blocks are pinned.
+        The blocks of a sequence that is about to move are pinned, so its preemption would free none. If all sequences are about
+        to move, preempt `needy`, the sequence that needs a block.
         """
         staying = (one for one in reversed(self.running) if not self.transit.leaving(one))
         newest = next(staying, needy)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from events.blocks import SEED, follow, local_hashes
 from events.wire import Logprob, Sampling
+from workers.engines.constrained import GrammarFollower
 
 
 @dataclass(slots=True, eq=False)
@@ -28,12 +29,11 @@ class TorchSequence:
     shares: bool = False  # the request may use other requests' full blocks, and they may use its blocks
     found: int = 0  # number of prompt tokens found in the prefix cache
     named: int = 0  # number of leading blocks that have names in the prefix cache
-    names: list[int] = field(
-        default_factory=list
-    )  # names of the leading full blocks, computed when first needed
-    before: list[Logprob] = field(
-        default_factory=list
-    )  # logprobs of the prompt, delivered with the first token
+    # names of the leading full blocks, computed when first needed
+    names: list[int] = field(default_factory=list)
+    # logprobs of the prompt, delivered with the first token
+    before: list[Logprob] = field(default_factory=list)
+    follower: GrammarFollower | None = None  # follows the grammar of the answer's constraint
 
     def __post_init__(self) -> None:
         if self.submitted < 0:
@@ -41,11 +41,11 @@ class TorchSequence:
 
     @property
     def generated(self) -> int:
-        """Number of tokens generated since the request was submitted, including those of the worker that it came from."""
+        """Number of tokens generated since the submission, including those of a worker from which the request moved."""
         return len(self.tokens) - self.submitted
 
     @property
-    def asks_of_prompt(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether the logprobs of the request's prompt must still be computed."""
         return self.sampling.prompt_logprobs is not None and not self.generated and not self.moved
 
@@ -67,7 +67,7 @@ class TorchSequence:
 class SequenceWork:
     """One sequence's part of a step: the model computes `count` tokens, from the token at index `start` on.
 
-    `samples` is true if these are the sequence's last tokens, so that the step also chooses the next token.
+    `samples` is true if these are the sequence's last tokens. The step then also chooses the token that follows them.
     """
 
     sequence: TorchSequence

@@ -7,14 +7,17 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequential
+from functools import cached_property
 
 import structlog
-import xxhash
 
 from events import blocks
 from events.kv import KvEvent
 from events.observations import Profile
+from events.token_bytes import read_token_bytes
 from events.wire import Chunk, Generate, Load, Sampling
+from workers.engines.constrained import ConstraintMatchers
+from workers.engines.engine import seed_of, validate_request
 from workers.engines.transformers.blocks import Blocks
 from workers.engines.transformers.faults import NotFloat32, TorchFaults, WeightFaultInjector, bit_flip
 from workers.engines.transformers.model import Model, sampling_rows
@@ -53,7 +56,16 @@ class Stepper:
         self._prefix_caching = settings.prefix_caching
         self._trusted = True
         self._eos = _eos(model)
+        self._tokenizer = settings.folder / "tokenizer.json"
         self._sequences: dict[int, TorchSequence] = {}
+
+    @cached_property
+    def _matchers(self) -> ConstraintMatchers:
+        """The token matchers of constrained answers.
+
+        They are created for the first constrained request, because reading the vocabulary takes seconds.
+        """
+        return ConstraintMatchers(read_token_bytes(self._tokenizer), self._eos)
 
     def __contains__(self, key: int) -> bool:
         """Return whether the request with this key was accepted and has not ended."""
@@ -61,7 +73,7 @@ class Stepper:
 
     @property
     def busy(self) -> bool:
-        """Whether there is at least one request."""
+        """Whether the engine has at least one request."""
         return bool(self._sequences)
 
     @property
@@ -71,23 +83,17 @@ class Stepper:
 
     def refusal(self, request: Generate) -> str | None:
         """Return why this request can never be served, or None if it can. May be called from any thread."""
-        tokens, sampling, vocabulary = request.tokens, request.sampling, self.model.vocabulary
-        if not tokens:
-            return "invalid_request: the prompt is empty"
-        if len(tokens) >= self.limit:
-            return f"invalid_request: {len(tokens)} tokens leave no room in a context of {self.limit}"
-        if min(tokens) < 0 or max(tokens) >= vocabulary:
-            return f"invalid_request: token ids go from 0 to {vocabulary - 1}"
-        if request.guided is not None:
-            return "invalid_request: this engine has no guided decoding"
-        if any(not 0 <= stop < vocabulary for stop in sampling.stop_token_ids):
+        vocabulary = self.model.vocabulary
+        if refused := validate_request(request, self.limit, vocabulary):
+            return refused
+        if request.guided is not None and (refused := self._matchers.refusal(request.guided)):
+            return refused
+        if any(not 0 <= stop < vocabulary for stop in request.sampling.stop_token_ids):
             return f"invalid_request: stop token ids go from 0 to {vocabulary - 1}"
-        if any(not 0 <= token < vocabulary for token in sampling.logit_bias):
-            return f"invalid_request: logit_bias: token ids go from 0 to {vocabulary - 1}"
         return None
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
-        """Queue a request and return None. If no token may be generated for it, return its final chunk instead."""
+        """Queue a request and return None. If the request allows no new token, return its final chunk instead."""
         sequence = self._sequence(key, request, request.tokens)
         if sequence.left <= 0:
             return Chunk(request.stream, [], finish="length")
@@ -122,9 +128,8 @@ class Stepper:
         sequence = self._sequence(arrival.key, arrival.request, tokens)
         # blocks computed by another worker are used for this request alone
         sequence.moved, sequence.shares = True, False
-        sequence.cached = min(
-            computed, len(tokens) - 1
-        )  # the last token is computed here, because it gives the logits
+        # the last token is computed here, because it gives the logits
+        sequence.cached = min(computed, len(tokens) - 1)
         with self.lock:
             self._sequences[arrival.key] = sequence
             self.schedule.settle(arrival, sequence)
@@ -146,7 +151,10 @@ class Stepper:
             return Load(len(here), waiting, blocks.used, blocks.count, active, self.schedule.canaries)
 
     def plan(self) -> list[SequenceWork]:
-        """Plan the next step, clear the blocks that are newly allocated for it, and return its work; empty: no work."""
+        """Plan the next step, clear the blocks that are newly allocated for it, and return the work of the step.
+
+        The list is empty if there is no work.
+        """
         self._operate()
         with self.lock:
             works, taken = self.schedule.plan()
@@ -158,7 +166,7 @@ class Stepper:
         if raised := self.faults.raised(len(works)):
             failing = [work.sequence for work in works[:raised]]
             return self._failed(failing, "a rehearsed exception in the forward pass")
-        if any(work.sequence.asks_of_prompt for work in works):
+        if any(work.sequence.needs_prompt_logprobs for work in works):
             x = self.model.hidden(works, self.pool)
             logits = self.faults.drifted(self.model.logits(x, sampling_rows(works)))
             read_prompts(works, lambda rows: self.faults.drifted(self.model.logits(x, rows)))
@@ -180,13 +188,16 @@ class Stepper:
     def fail_all(self, detail: str) -> Output:
         """End every request with an engine error and free its blocks. Return the error chunks.
 
-        No later request can reuse a block, because the failed step may have left wrong values in it.
+        No later request can reuse the blocks computed so far, because the failed step may have left wrong values in them.
         """
         self._forget_all()
         return self._failed(list(self._sequences.values()), detail)
 
     def trust(self, trusted: bool) -> None:
-        """Stop the reuse of all blocks computed so far. If not `trusted`, new blocks are not reused either until a later call."""
+        """Stop the reuse of all blocks computed so far.
+
+        If not `trusted`, later blocks are not reused either, until a call with `trusted` true.
+        """
         self._trusted = trusted
         self._forget_all()
         with self.lock:
@@ -199,7 +210,7 @@ class Stepper:
             self.schedule.limit_batch(share)
 
     def _operate(self) -> None:
-        """Inject or undo the queued bit flips of a rehearsal, in order. Called between steps, on the engine's thread."""
+        """Inject or undo the bit flips that are queued in `faults`, in order. Called between steps, on the engine's thread."""
         if self.faults.surgery:
             self._forget_all()
         while self.faults.surgery:
@@ -223,12 +234,16 @@ class Stepper:
 
     def _sequence(self, key: int, request: Generate, tokens: Sequential[int]) -> TorchSequence:
         stops = frozenset(request.sampling.stop_token_ids)
+        follower = None if request.guided is None else self._matchers.follow(request.guided)
+        if follower is not None:
+            for token in tokens[len(request.tokens) :]:
+                follower.advance(token)
         return TorchSequence(
             key=key,
             tokens=list(tokens),
             prompt_tokens=request.prompt_tokens,
             sampling=request.sampling,
-            seed=_seed(request),
+            seed=seed_of(request),
             left=min(request.sampling.max_tokens, self.limit - len(request.tokens)),
             ends=stops if request.sampling.ignore_eos else stops | self._eos,
             barred=stops | self._eos,
@@ -236,12 +251,17 @@ class Stepper:
             priority=request.priority,
             submitted=len(request.tokens),
             salt=blocks.seed(namespace=request.cache_salt),
-            shares=self._prefix_caching
-            and self._trusted
-            and not request.canary
-            and request.sampling.prompt_logprobs
-            is None,  # prompt logprobs require that the whole prompt is computed
+            shares=self._shares(request),
+            follower=follower,
         )
+
+    def _shares(self, request: Generate) -> bool:
+        """Return whether a request may share blocks with other requests.
+
+        Canaries share no blocks. Requests with prompt logprobs share none, because their whole prompts must be computed.
+        """
+        own = request.canary or request.sampling.prompt_logprobs is not None
+        return self._prefix_caching and self._trusted and not own
 
     def _append_token(self, sequence: TorchSequence, choice: SampledToken) -> Chunk:
         if choice.token is None or (sequence.before and unsound(sequence.before)):
@@ -252,11 +272,15 @@ class Stepper:
         temperature, vocabulary = sequence.sampling.temperature, self.model.vocabulary
         token = self.faults.misled(choice.token, temperature, vocabulary, sequence.barred)
         sequence.tokens.append(token)
+        if sequence.follower is not None:
+            sequence.follower.advance(token)
         logprobs = [choice.logprob] if choice.logprob else None
         if sequence.before:
             logprobs, sequence.before = [*sequence.before, *(logprobs or ())], []
         finish = None
-        if token in sequence.ends and sequence.generated > sequence.sampling.min_tokens:
+        follower = sequence.follower
+        complete = follower is not None and not follower.broken and token in self._eos
+        if complete or (token in sequence.ends and sequence.generated > sequence.sampling.min_tokens):
             finish = "stop"
         elif sequence.generated >= sequence.left:
             finish = "length"
@@ -281,24 +305,16 @@ def _eos(model: Model) -> frozenset[int]:
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def _seed(request: Generate) -> int:
-    """Return the request's seed. Without one, return a hash of the request's id, so that all workers use the same seed."""
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    return xxhash.xxh64_intdigest(request.request.encode())
-
-
 def measured_profile(stepper: Stepper, settings: TransformersSettings) -> Profile:
     """Measure the speed of prefill and decode steps and return the profile. The stepper must be idle.
 
-    The profile is a first estimate for the capacity model, from a few steps of each kind, and takes about a second on an idle
-    machine. Later, the frontends continuously measure the durations of real requests.
+    The profile is a first estimate for the capacity model, from a few steps of each kind. The measurement takes about a second on
+    an idle machine. Later, the frontends continuously measure the durations of real requests.
     """
     deadline = time.monotonic() + MEASURE_S_MAX
     prompt = max(2, min(settings.prefill_tokens_max, stepper.limit - 2))
-    prefill_s = min(
-        _timed(lambda: _prefill(stepper, prompt)) for _ in range(2)
-    )  # the first call is slower (warm-up)
+    # the first call is slower (warm-up)
+    prefill_s = min(_timed(lambda: _prefill(stepper, prompt)) for _ in range(2))
     curve: list[tuple[int, float]] = []
     slowest = 0.0  # a larger batch gets at least this time, so that noise causes no dips in the curve
     for batch in sorted({1, min(8, settings.batch_max), settings.batch_max}):

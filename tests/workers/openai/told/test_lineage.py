@@ -3,14 +3,16 @@
 import pytest
 from upstream import Upstream as Server
 
-from workers.engines.openai.capabilities import lineage, merged
+from workers.engines.openai.capabilities import Abilities, merged
 from workers.engines.openai.upstream import Upstream
 
 
 def test_only_the_last_part_of_a_folder_counts_and_key_separators_are_replaced() -> None:
-    assert lineage("/models/llama-3/", 8192, None, {}) == lineage("/mnt/llama-3", 8192, None, {})
-    assert lineage("a|b", None, None, {"/p": (("quantization", "x,y z"),)}) == "root=a_b,quantization=x_y_z"
-    assert lineage("", None, None, {}) == ""
+    one, other = (Abilities("m", root=root, context_tokens=8192) for root in ("/models/a/", "/mnt/a"))
+    assert one.lineage == other.lineage
+    told = {"/p": (("quantization", "x,y z"),)}
+    assert Abilities("m", root="a|b", told=told).lineage == "root=a_b,quantization=x_y_z"
+    assert Abilities("m").lineage == ""
 
 
 def test_an_unreadable_page_keeps_its_previous_values() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from engine_contract import Rig, prompt
+from memory_bus import MemoryBus
+from memory_journal import MemoryJournal, MemoryStream
 from upstream import Upstream
 from waits import until
 
-from events.journal.memory import MemoryJournal, MemoryStream
-from events.nats.bus import MemoryBus
 from events.observations import EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
 from workers.config.settings import WorkerConfig
 from workers.engines.engine import EngineChanged
@@ -53,6 +53,7 @@ async def changed(rig: Rig) -> str:
     return await until(reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("become", "said"),
     [
