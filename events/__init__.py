@@ -1,1 +1,1 @@
-"""Facts, their encoding and the journal, as controllers, frontends and workers share them."""
+"""The facts of a fleet, their encoding and the journal. Controllers, frontends and workers share them."""

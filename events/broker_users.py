@@ -13,14 +13,16 @@ WORKER = "worker-"
 
 
 def worker_user(first: str, count: int = 1) -> str:
-    """Return the name of the broker account of a worker process with `count` workers, of which `first` is the first."""
+    """Return the broker account of a worker process with `count` workers, the first of which is `first`."""
     return f"{WORKER}{token(first)}{f'+{count}' if count > 1 else ''}"
 
 
 @lru_cache(maxsize=1024)  # called for each message, even in a flood; a process may run a thousand workers
 def workers_of(user: str) -> tuple[str, ...]:
-    """Return the workers (as subject tokens) of the process with this account. Return () if the account is not one of a
-    worker process."""
+    """Return the names of the workers that share the broker account `user`: all workers of one process.
+
+    The names are in the form that subjects contain. Return () if the account is not that of a worker process.
+    """
     first, plus, count = user.removeprefix(WORKER).partition("+")
     if not user.startswith(WORKER) or (plus and not count.isdigit()):
         return ()
@@ -30,8 +32,8 @@ def workers_of(user: str) -> tuple[str, ...]:
 def account_of(worker: str, registered: str) -> str:
     """Return the broker account of this worker's process.
 
-    This is the `registered` account if that account covers the worker. Otherwise it is the account of a process that runs this
-    worker alone, so that the result is always an account that may publish for this worker.
+    `registered` is the account that the worker's registration names. If the process of that account runs this worker, return
+    `registered`. Otherwise the registration is false: return the account of a process that runs only this worker.
     """
     return registered if token(worker) in workers_of(registered) else worker_user(worker)
 

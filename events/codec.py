@@ -1,12 +1,13 @@
 """Encodes and decodes facts as CloudEvents 1.0 in binary mode: metadata in headers, a JSON body.
 
-The decoder ignores unknown fields of a body and gives missing optional fields their defaults, so that a newer version may add
-an optional field. A fact with an unknown kind, or with an unknown value of an enumeration, was written by a newer version. The
-decoder refuses such a fact with `UnknownKind`, because a fold that skipped the fact would silently be wrong. It refuses any
-other message that cannot be a fact of Holdfast with `BadEvent`, and every reader skips that message
+The decoder ignores unknown fields of a body and gives missing optional fields their defaults, so that a newer version of Holdfast
+may add an optional field. A fact with an unknown kind, or with an unknown value of an enumeration, was written by a newer version
+of Holdfast. For such a fact the decoder raises `UnknownKind`, because a fleet state computed without the fact would silently be
+wrong. For any other message that cannot be a fact of Holdfast, the decoder raises `BadEvent`. Every reader skips such a message
 (`events.journal.messages`).
 
-The rules for refusing a message never change. A version with other rules would fold the same journal to another state.
+The rules for refusing a message never change. If two versions had different rules, they would compute different fleet states
+from the same journal.
 """
 
 import re
@@ -33,10 +34,8 @@ from events.versions import KINDS as KINDS
 TYPE_PREFIX = "holdfast."
 BODY_BYTES_MAX = 1024 * 1024  # of one event; Holdfast's largest events have about 10,000 bytes
 NAME_CHARS_MAX = 600  # of a key of a database row: a Postgres index entry may have at most 2,704 bytes
-YEAR_MIN, YEAR_MAX = (
-    1970,
-    2999,
-)  # of an instant: a clock that lost its battery shows 1970, and after 2999 there is a margin for date arithmetic
+# of an instant: a clock that lost its battery shows 1970, and after 2999 there is a margin for date arithmetic
+YEAR_MIN, YEAR_MAX = (1970, 2999)
 
 
 class UnknownKind(HoldfastError):
@@ -60,10 +59,10 @@ _INSTANT = Annotated[datetime, Meta(tz=True)]
 def with_value_checks(kinds: Iterable[type]) -> Iterator[None]:
     """While the context is open, let newly created msgspec decoders check the facts' counts and time zones, at almost no cost.
 
-    A valid count is not negative, and fits into the number types of databases and JSON readers. Facts declare plain `int` and
-    `datetime`, which do not express these limits. So the annotations of `kinds`, and of the dataclasses in their fields, are
-    narrowed while msgspec reads and caches them. A check of each fact after decoding would take a tenth of the time of a
-    replay.
+    `kinds` are the fact classes. A valid count is not negative, and fits into the number types of databases and JSON readers.
+    Facts declare plain `int` and `datetime`, which do not express these limits. So the annotations of the classes, and of the
+    dataclasses in their fields, are replaced by stricter ones while msgspec reads and caches them. A check of each fact after
+    decoding would take a tenth of the time of a replay.
     """
     plain: dict[type, Json] = {}
     for kind in kinds:
@@ -86,7 +85,7 @@ def _narrow(kind: type, plain: dict[type, Json]) -> None:
 
 
 def _of(annotation: Any, number: object, plain: dict[type, Json]) -> Any:
-    """Return an annotation in which every `datetime` requires a time zone, and `number` stands in place of every `int`."""
+    """Return `annotation` with every `int` replaced by `number`, and every `datetime` by a type that requires a time zone."""
     if annotation is int:
         return number
     if annotation is datetime:
@@ -105,13 +104,8 @@ with with_value_checks(KINDS.values()):
     _decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in KINDS.items()}
 _UNREADABLE = (msgspec.MsgspecError, KeyError, ValueError, RecursionError)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_NAMES = {
-    "source",
-    "model",
-    "canary_key",
-    "canary",
-    "incident",
-}  # fields that are keys of database rows, besides the names in a subject
+# fields that are keys of database rows, besides the names in a subject
+_NAMES = {"source", "model", "canary_key", "canary", "incident"}
 _of_kind = {
     kind: (
         tuple(
@@ -139,8 +133,11 @@ def new_id(now_ms: int | None = None) -> str:
 def encode_body(fact: Fact) -> bytes:
     """Return a fact's body as JSON bytes.
 
-    JSON has no NaN and no infinity, so the encoder writes null for them. If a field does not allow null, no reader could decode
-    the fact, and every reader that folds would stop. In such a fact, NaN is written as 0 and infinity as the largest float.
+    JSON has no NaN and no infinity, so the encoder writes null for them. If a field that became null does not allow null, the
+    fact is encoded again. In the second encoding, every NaN is 0, and every infinity is the largest float of its sign.
+
+    Without the second encoding, every reader would fail to decode the fact, and would skip it. A skipped decision leaves a gap
+    in the numbers of the decisions, and every reader that computes the fleet's state stops at the gap.
     """
     body = _encode(fact)
     if b"null" in body and not _readable(fact.kind(), body):
@@ -179,7 +176,11 @@ def encode_headers(
     traceparent: str = "",
 ) -> dict[str, str]:
     """Return the message headers of a fact: the CloudEvents attributes, the deduplication id for NATS and Holdfast's own
-    headers."""
+    headers.
+
+    The arguments have the meaning of the fields of `Recorded` with the same names. `traceparent` is the trace of the client
+    request that the fact is about (W3C Trace Context), or empty.
+    """
     headers = {
         "ce-specversion": "1.0",
         "ce-id": id,
@@ -212,9 +213,9 @@ _number = re.compile(_NUMBER).fullmatch
 
 
 def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -> Recorded | None:
-    """Decode a message that has headers in the form that `encode_headers` writes. This is faster than `decode`.
+    """Decode the event of one stream message, faster than `decode`, if `encode_headers` wrote the message's headers.
 
-    Return None if the headers have another form. Raise UnknownKind or BadEvent.
+    Return None for headers in any other form. Raise UnknownKind or BadEvent as `decode` does.
     """
     written = _WRITTEN(headers.decode("utf-8", "replace")) if headers else None
     if written is None:
@@ -222,13 +223,11 @@ def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -
     id, kind, source, said, number, through, correlation, causation = written.groups("")
     if not (id and source):
         return None
+    fact = _fact(kind, body)
     try:
-        fact = _decoders[kind](body)
         said_at = datetime.fromisoformat(said)
-    except _UNREADABLE as error:
+    except ValueError as error:
         raise _refusal(kind, body, error) from error
-    if kind in _LOOKED_AT or len(body) > BODY_BYTES_MAX:
-        _look_at(fact, body)
     return Recorded(
         seq,
         at,
@@ -244,7 +243,11 @@ def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -
 
 
 def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> Recorded:
-    """Decode the event of one stream message with headers in any order. Raise UnknownKind or BadEvent."""
+    """Decode the event of one stream message with headers in any order.
+
+    `seq` is the position of the message in the stream, and `at` the stream's time of the message. Raise UnknownKind if a newer
+    version of Holdfast may have written the message, and BadEvent if the message is not a valid event.
+    """
     named = _type(headers.get("ce-type", ""))
     if headers.get("ce-specversion") != "1.0" or named is None:
         raise BadEvent("the CloudEvents headers of a Holdfast fact are missing")
@@ -290,7 +293,7 @@ def _said_at(text: str) -> datetime | None:
 
 
 def _fact(kind: str, body: bytes) -> Fact:
-    """Decode the fact of this kind from a message's body. Raise UnknownKind or BadEvent."""
+    """Decode the fact of this kind from a message's body. Raise UnknownKind or BadEvent as `decode` does."""
     try:
         fact = _decoders[kind](body)
     except _UNREADABLE as error:
@@ -301,8 +304,8 @@ def _fact(kind: str, body: bytes) -> Fact:
 
 
 def _refusal(kind: str, body: bytes, error: Exception) -> UnknownKind | BadEvent:
-    """Return the error for a body that cannot be decoded: UnknownKind if a newer version may have written the fact, else
-    BadEvent."""
+    """Return the error for a body that cannot be decoded: UnknownKind if a newer version of Holdfast may have written the fact,
+    else BadEvent."""
     try:
         _check_size(body)
         _object(body)  # every fact's body is an object
@@ -317,16 +320,12 @@ def _refusal(kind: str, body: bytes, error: Exception) -> UnknownKind | BadEvent
 
 def _look_at(fact: Fact, body: bytes) -> None:
     """Raise BadEvent if the body is too large, a name is invalid, or a year is outside the limits."""
-    if len(body) > BODY_BYTES_MAX:
-        _check_size(body)
+    _check_size(body)
     names, instants = _of_kind[fact.__class__]
     for field in names:
-        name = getattr(fact, field)
-        if len(name) > NAME_CHARS_MAX or "\x00" in name:
-            check_name(field, name)
+        check_name(field, getattr(fact, field))
     for field in instants:
-        if not YEAR_MIN <= getattr(fact, field).year <= YEAR_MAX:
-            _check_year(field, getattr(fact, field))
+        _check_year(field, getattr(fact, field))
 
 
 def _check_size(body: bytes) -> None:
@@ -335,8 +334,10 @@ def _check_size(body: bytes) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise BadEvent if `name` cannot be a database key, because Postgres accepts no NUL and its indexes accept no long
-    text."""
+    """Raise BadEvent if `name` cannot be a key in Postgres. `what` describes the name in the error.
+
+    Postgres accepts no NUL in a text, and its indexes accept no long text.
+    """
     if len(name) > NAME_CHARS_MAX or "\x00" in name:
         raise BadEvent(
             f"{what}: {name[:40]!r} is not a name: it has {len(name)} characters, or contains a NUL"
@@ -349,7 +350,7 @@ def _check_year(name: str, instant: datetime) -> None:
 
 
 def decode_body(kind: str, body: bytes) -> Fact:
-    """Decode a fact from its kind and its stored body, without headers. Raise UnknownKind or BadEvent."""
+    """Decode a fact from its kind and its stored body, without headers. Raise UnknownKind or BadEvent as `decode` does."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise UnknownKind(f"the kind {kind!r} is unknown. {UnknownKind.__doc__}")
@@ -360,10 +361,11 @@ def decode_body(kind: str, body: bytes) -> Fact:
 
 
 def to_json(value: object) -> str:
-    """Return a fact, or a frozen dataclass such as a state, as JSON text."""
+    """Return a fact as JSON text. Also accepts other frozen dataclasses, such as the states of deciders."""
     return _encode(value).decode()
 
 
 def to_builtins(value: Any) -> Any:
-    """Return a fact, or a frozen dataclass such as a state, as plain JSON types (dicts, lists, strings and numbers)."""
+    """Return a fact as plain JSON types (dicts, lists, strings and numbers). Also accepts other frozen dataclasses, such as the
+    states of deciders."""
     return msgspec.to_builtins(value)

@@ -2,9 +2,9 @@
 
     dead.webhook.<webhook>    one letter: the webhook, the reason, the number of tries, and the undelivered event
 
-The broker drops the oldest letters beyond 10,000 letters, 64 MiB or 30 days. A notifier can stop after it has stored a letter,
-and its successor then stores the same letter again. The broker keeps only one of them if the second one arrives within two
-minutes.
+The line shows the subject and the content of a message. The broker drops the oldest letters beyond 10,000 letters, 64 MiB or 30
+days. If a notifier stops right after it has stored a letter, the next notifier stores the same letter again. If this copy arrives
+within two minutes of the original, the broker discards the copy.
 """
 
 import base64
@@ -20,11 +20,11 @@ from events.errors import HoldfastError
 from events.journal.broker import (
     API_DEADLINE_S,
     MESSAGE_NOT_FOUND,
-    STREAM_EXISTS,
     STREAM_NOT_FOUND,
-    BrokerRefused,
     ask,
+    create_stream,
     decode_ack,
+    stored_message,
 )
 from events.journal.port import JournalUnavailable
 from events.json_types import Json
@@ -35,7 +35,7 @@ BYTES_MAX = 64 << 20
 AGE_MAX_S = 30 * 86_400
 DUPLICATES_S = 120
 _NS = 1_000_000_000
-_AWAY: tuple[type[Exception], ...] = (*DISCONNECTED, JournalUnavailable, BrokerRefused)
+_AWAY: tuple[type[Exception], ...] = (*DISCONNECTED, JournalUnavailable)
 STREAM: Json = {
     "name": subjects.DEAD_STREAM,
     "subjects": [f"{subjects.DEAD}.*"],
@@ -73,10 +73,13 @@ class DeadLetters:
         self._made = False
 
     async def bury(self, letter: DeadLetter) -> None:
-        """Store a letter, and create the stream first if it is missing. Raise LetterNotStored."""
+        """Store a letter, and create the stream first if it is missing. Raise LetterNotStored if the broker does not accept
+        the letter."""
         headers = {"Nats-Msg-Id": f"{letter.webhook}:{letter.event['id']}"}
         try:
-            await self._make()
+            if not self._made:
+                await create_stream(self._connection, STREAM)
+                self._made = True
             answer = await self._connection.request(
                 subjects.dead(letter.webhook), msgspec.json.encode(letter), API_DEADLINE_S, headers
             )
@@ -86,39 +89,26 @@ class DeadLetters:
         if (ack := decode_ack(answer.body)).error:
             raise LetterNotStored(f"{LetterNotStored.__doc__} ({ack.error})")
 
-    async def _make(self) -> None:
-        """Create the stream if it is missing. An existing stream keeps its bounds, even if they differ."""
-        if self._made:
-            return
-        try:
-            await ask(self._connection, f"STREAM.CREATE.{subjects.DEAD_STREAM}", STREAM)
-        except BrokerRefused as error:
-            if error.code != STREAM_EXISTS:
-                raise
-        self._made = True
-
     async def all(self, webhook: str = "") -> AsyncIterator[tuple[int, DeadLetter]]:
-        """Yield each letter with its position on the stream, the oldest first. With `webhook`, yield only the letters of that
-        webhook.
+        """Yield each letter with its position on the stream, the oldest first. If `webhook` is set, yield only the letters of
+        that webhook.
 
-        Raise BrokerRefused or JournalUnavailable.
+        Raise JournalUnavailable if the broker does not answer.
         """
         subject = subjects.dead(webhook) if webhook else f"{subjects.DEAD}.*"
-        after = 0
+        after, absent = 0, (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND)
         for _ in range(LETTERS_MAX):
-            try:
-                asked = {"seq": after + 1, "next_by_subj": subject}
-                found = await ask(self._connection, f"STREAM.MSG.GET.{subjects.DEAD_STREAM}", asked)
-            except BrokerRefused as error:
-                if error.code in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
-                    return
-                raise
-            after = int(found["message"]["seq"])
+            query = {"seq": after + 1, "next_by_subj": subject}
+            found = await stored_message(self._connection, subjects.DEAD_STREAM, query, absent=absent)
+            if found is None:
+                return
+            after = int(found["seq"])
             with contextlib.suppress(msgspec.MsgspecError):  # another program has written to the stream
-                body = base64.b64decode(found["message"].get("data", ""))
+                body = base64.b64decode(found.get("data", ""))
                 yield after, msgspec.json.decode(body, type=DeadLetter)
 
     async def forget(self, seq: int) -> None:
-        """Delete the letter at position `seq` of the stream. Raise BrokerRefused or JournalUnavailable."""
+        """Delete the letter at position `seq` of the stream. Raise JournalUnavailable if the broker does not answer or
+        refuses."""
         asked = {"seq": seq, "no_erase": True}
         await ask(self._connection, f"STREAM.MSG.DELETE.{subjects.DEAD_STREAM}", asked)

@@ -1,20 +1,20 @@
 """Defines the kinds of decisions: one frozen dataclass per kind.
 
-A decision carries its consequence (`retry_at`, the new weight, the knobs). So an old journal still folds to the same state
-after the policy has changed.
+A decision carries its consequence (`retry_at`, the new weight, the knobs). So the fleet state that is computed from an old
+journal stays the same after the policy has changed.
 """
 
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, TypedDict
 
 from events.fact import Decision
 from events.json_types import Json
 
 
 class HealthStatus(StrEnum):
-    """A worker's health. The metric's value is the position in this order: 0 for HEALTHY to 4 for DEAD."""
+    """A worker's health. A metric shows a health as its position in the order below: 0 for HEALTHY to 4 for DEAD."""
 
     HEALTHY = "HEALTHY"
     SUSPICIOUS = "SUSPICIOUS"
@@ -47,6 +47,15 @@ class WorkerDecision(Decision):
 
     worker: str  # the worker's stable name
     instance: str  # id of one instance of the worker, from its start to its end
+
+
+class AboutWorker(TypedDict):
+    """The fields that every decision about a worker has."""
+
+    worker: str
+    instance: str
+    decided_at: datetime
+    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +109,10 @@ class DrainStarted(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainEnded(WorkerDecision):
-    """The drain is over, because the worker has no more requests, it left, its deadline passed, or an operator resumed it."""
+    """The drain is over.
+
+    The worker has no more requests or has left, the deadline has passed, or an operator resumed the worker.
+    """
 
     outcome: Literal["empty", "deadline", "left", "resumed"]
 
@@ -142,19 +154,21 @@ class GoldenAgreed(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRetired(Decision):
-    """This golden is no longer used. The workers vote on the next answers again."""
+    """This golden is no longer used.
+
+    Another answer can become the golden, by the workers' votes or by an operator's approval.
+    """
 
     canary_key: str
     canary: str
     reason: str
-    outvoted_by: tuple[
-        str, ...
-    ] = ()  # workers with equal answers that outvoted an agreed golden; the golden no longer convicts them
+    # workers with equal answers that outvoted an agreed golden; the golden no longer convicts them
+    outvoted_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegradationChanged(Decision):
-    """The degradation level of a model changed, and with it what the frontends restrict (`knobs`)."""
+    """The degradation level of a model changed. `knobs` is what the frontends restrict at the new level."""
 
     model: str
     before: int  # level, 0 to 4

@@ -1,7 +1,7 @@
 """Defines the base class of every error that Holdfast raises itself.
 
-Each port defines the two or three errors that it may raise. The docstring of an error class is its default message, which
-states what failed and what to do.
+Each interface (port) defines the two or three errors that it may raise. The docstring of an error class is the default message of
+the error, which states what failed and what to do.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Defines the base classes of facts, and the envelope in which the journal keeps a fact.
 
-A fact is a frozen value, named in the past tense. Facts have two families. An *observation* is reported by any process
+A fact is a frozen value, named in the past tense. There are two families of facts. An *observation* is reported by any process
 (`events.observations`). A *decision* is made by the controller (`events.decisions`). `Recorded` is a fact on the journal
-together with its position in the order of events. Only `Recorded` values are folded.
+together with its position in the order of events. The fleet's state is computed (folded) from `Recorded` values only.
 """
 
 import re
@@ -15,7 +15,7 @@ from events.frozen import fast_constructor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that happened. Each subclass is one kind of fact, and its fields are the body of the event."""
+    """Something that happened. Each subclass is one kind of fact. The fields of a fact are the body of its event."""
 
     @classmethod
     def kind(cls) -> str:
@@ -27,8 +27,10 @@ class Fact:
 class Observation(Fact):
     """A fact that a process reported.
 
-    On the subject `obs.<entity>.<name>.<kind>`, the second token is `entity`, and the third is the value of the field with that
-    name.
+    `entity` is what the fact is about: a worker, a frontend, a model, an event, or the whole fleet. The fact's subject contains
+    the entity, and then the value of the field with the entity's name. For example, the entity of `WorkerLeft` is `worker`. If
+    the field `worker` is w3, the subject is `fleet.observed.worker.w3.worker_left`. After the entity `fleet`, the subject has
+    `all` instead of a value.
     """
 
     entity: ClassVar[str] = "worker"  # one of worker, frontend, model, fleet, event
@@ -36,8 +38,8 @@ class Observation(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision(Fact):
-    """Something that the controller decided. A decision carries its consequence, so that it folds to the same state under any
-    later policy.
+    """Something that the controller decided. A decision carries its consequence, so the fleet state computed from it does not
+    depend on the current policy.
 
     `number` counts the decisions of the fleet from 1 without a gap. `decided_at` is the time by the deciding controller's
     clock. `cause` names the event that led to the decision: its `ce-id`, or `decision:N` for decision number N. All events of
@@ -52,7 +54,8 @@ class Decision(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Fact):
-    """Placeholder for a message that is not an event of Holdfast, or that was quarantined. A Skipped is never folded.
+    """Placeholder for a message that is not an event of Holdfast, or that was quarantined. A Skipped never changes the fleet's
+    state.
 
     No process writes a Skipped to the journal. Each reader creates it from the message (`events.journal.messages`), so that
     every position has an event and all readers skip the same messages.
@@ -74,6 +77,9 @@ class Recorded:
     `seq` is the fact's position in the stream, and `at` is the stream's own timestamp. `source` is the process instance that
     published the fact. `source_number` counts the facts of that source from 1, so that `source` and `source_number` identify a
     duplicate. For a decision, `through` is the last stream sequence that the controller had read when it decided.
+
+    `correlation` is the id of the incident that the fact belongs to. `causation` names the event that caused the fact: its
+    `ce-id`, or `decision:N`. `said_at` is the time by the source's own clock, for display only.
     """
 
     seq: int

@@ -1,24 +1,24 @@
 """Authenticates a frontend and a worker to each other by the fleet's shared key.
 
     frontend ── Hello(nonce) ──▶ worker
-    frontend ◀── Challenge(nonce, proof) ── worker      proves that the worker is no foreign process on a free port
+    frontend ◀── Challenge(nonce, proof) ── worker      proves that the worker belongs to the fleet
     frontend ── Proof ──▶ worker                        proves that the frontend belongs to the fleet
     frontend ◀── Welcome ── worker
 
-The arrows are messages. The handshake runs once per connection, before any user's data is sent. A proof is an HMAC-SHA256 (RFC
-2104) of the prover's role and of the fresh nonces of frontend and worker, so that no proof can be used twice. Without a key,
-neither frontend nor worker requests or sends a proof.
+The arrows are messages. The handshake runs once per connection, before any user's data is sent. The frontend requires the
+worker's proof, because a program outside the fleet can listen on the port of a worker that has ended. A proof is an HMAC-SHA256
+(RFC 2104) of the prover's role and of the fresh nonces of frontend and worker, so that no proof can be used twice. Without a
+key, neither frontend nor worker requests or sends a proof.
 
 The handshake does not encrypt: any program that can read the traffic between two hosts can read the data.
 """
 
-import contextlib
 import hmac
-import os
 import secrets
 from pathlib import Path
 
 from events.errors import BadSetting, HoldfastError
+from events.process.key_file import write_private
 from events.wire import Challenge, Hello, Proof
 
 VARIABLE = "HOLDFAST_FLEET_KEY_FILE"
@@ -39,7 +39,10 @@ class FleetKey:
 
     @classmethod
     def read(cls, path: Path) -> "FleetKey":
-        """Read the key from a file and strip white space around the key. Raise BadSetting."""
+        """Read the key from a file and strip white space around the key.
+
+        Raise BadSetting if the file cannot be read, or if the key is too short or too long.
+        """
         try:
             with path.open("rb") as file:
                 secret = file.read(KEY_BYTES_MAX + 1).strip()
@@ -53,35 +56,37 @@ class FleetKey:
 
     @classmethod
     def kept(cls, path: Path) -> "FleetKey":
-        """Return the key from a file. If the file is missing, create it with a new key, readable by its owner alone. Raise
-        BadSetting, or OSError if the file cannot be written."""
+        """Return the key from a file. If the file is missing, create the file with a new key. Only the owner can read the new
+        file.
+
+        Raise BadSetting if the key cannot be read or has an invalid length. Raise OSError if the file cannot be written.
+        """
         if not path.exists():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh = path.with_suffix(".tmp")
-            with contextlib.suppress(FileNotFoundError):
-                fresh.unlink()
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_urlsafe(KEY_BYTES) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(path)
+            write_private(path, secrets.token_urlsafe(KEY_BYTES) + "\n")
         return cls.read(path)
 
     def proof(self, role: str, *said: bytes) -> bytes:
-        """Return the HMAC which proves that the peer with `role` knows the key. `said` are the nonces of this handshake.
-        Each part of the message is preceded by its length."""
+        """Return the HMAC which proves that the peer with the role `role` knows the key. `said` are the nonces of this
+        handshake.
+
+        The HMAC covers the role and the nonces, each preceded by its length.
+        """
         parts = [b"holdfast 1", role.encode(), *said]
         message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hmac.digest(self._secret, message, "sha256")
 
     def proves(self, proof: bytes, role: str, *said: bytes) -> bool:
-        """Return whether `proof` is what `role` must send for the nonces `said`. The comparison takes constant time."""
+        """Return whether `proof` is the valid proof of the peer with `role` for the nonces `said`. The comparison takes
+        constant time."""
         return hmac.compare_digest(proof, self.proof(role, *said))
 
 
 def key_file(named: str, own: Path) -> str:
-    """Return the absolute path of a fleet's key file: `named`, or `own` if `named` is empty. A missing `own` file is created
-    with a new key. Raise BadSetting or OSError."""
+    """Return the absolute path of the fleet's key file: `named` or, if `named` is empty, the default `own`.
+
+    If `own` is used and is missing, create it with a new key. Raise BadSetting if the key is not valid, or OSError if the file
+    cannot be written.
+    """
     path = Path(named) if named else own
     (FleetKey.read if named else FleetKey.kept)(path)
     return str(path.resolve())
@@ -129,15 +134,14 @@ class WorkerHandshake:
         if self._key is None:
             return None
         self._hello, self._nonce = hello, nonce()
-        if (
-            len(hello.nonce) != NONCE_BYTES
-        ):  # the frontend has no key: it gets no proof, and reports the missing key
+        # the frontend has no key: it gets no proof, and reports the missing key
+        if len(hello.nonce) != NONCE_BYTES:
             return Challenge(self._nonce)
         return Challenge(self._nonce, self._key.proof("worker", hello.nonce, self._nonce))
 
     def proven(self, proof: Proof) -> Hello:
-        """Return the frontend's hello if `proof` is valid. Raise UnknownPeer if it is not, or if no challenge was sent
-        before."""
+        """Return the frontend's hello if `proof` is valid. Raise UnknownPeer if `proof` is not valid, or if no challenge was sent
+        before it."""
         hello, self._hello = self._hello, None
         if hello is None or self._key is None:
             raise UnknownPeer("a proof without a challenge")

@@ -3,12 +3,12 @@
     async for event in follow(url, kinds=["canary_failed"], durable="my-app"):
         print(event.at, event.fact.worker, event.fact.reason)
 
-With `durable`, the broker stores how far the program of that name has read. An event counts as processed when the loop requests
-the next event, so after a crash the loop continues with the event that was in progress. Make your processing idempotent by the
-event's `id`. Without `durable` the broker stores no read position, and the loop begins at `since`.
+With `durable`, the broker stores the read position under that name. An event counts as processed when the loop requests the next
+event, so after a crash the loop continues with the event that was in progress. Use the event's `id` to detect an event that is
+delivered again. Without `durable` the broker stores no read position, and the loop begins at `since`.
 
-The loop skips a message that is not an event of this version's kinds (docs/reference/events.md). While the broker is
-unreachable the loop waits.
+The loop skips messages that are not events, and events of kinds that this version does not know (docs/reference/events.md).
+While the broker is unreachable the loop waits.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
 import nats
@@ -47,7 +47,6 @@ ACK_WAIT_S = 5.0  # after a crash the event in progress is delivered again withi
 STILL_S = 2.0  # interval of the reports to the broker that an event is in progress
 BATCH = 200  # most events of one fetch, without a durable name
 GONE_S = 60.0  # the broker deletes an unused consumer without a durable name after this time
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -93,7 +92,7 @@ async def follow(
         kinds: Classes or names, such as CanaryFailed or "canary_failed". Without kinds, all events are yielded.
         since: A stream sequence, an instant with a time zone, or "now". None starts at the oldest event on the stream.
         durable: A name under which the broker stores the read position. `since` then applies only to the first use of the name.
-        may_change_kinds: Whether a later use of the same `durable` name may pass other kinds.
+        may_change_kinds: Whether `kinds` may differ from those of the earlier use of the same `durable` name.
 
     Raises:
         UsageError: An argument is invalid.
@@ -147,7 +146,7 @@ async def _connected(url: str) -> Client:
 
 
 async def _silent(error: Exception) -> None:
-    """Ignore a connection error, because the call that it affects raises or retries it."""
+    """Ignore an error that nats-py reports in the background. The affected call raises the error itself, or retries."""
 
 
 class _Consumer:
@@ -172,11 +171,8 @@ class _Consumer:
             got: list[Msg] = []
             try:
                 got = await self._more(subscription)
-            except (
-                NatsError,
-                OSError,
-                TimeoutError,
-            ) as error:  # the broker is unreachable, or there is no new event
+            except (NatsError, OSError, TimeoutError) as error:
+                # the broker is unreachable, or there is no new event
                 if self._client.is_closed:
                     raise CannotFollow(f"the broker closed the connection. {CannotFollow.__doc__}") from error
                 if not isinstance(error, TimeoutError):
@@ -197,22 +193,20 @@ class _Consumer:
                     except GeneratorExit:
                         if self._durable:
                             with contextlib.suppress(NatsError, OSError):
-                                await (
-                                    message.nak()
-                                )  # so that the broker delivers the event at once to the next reader
+                                # so that the broker delivers the event at once to the next reader
+                                await message.nak()
                         raise
                 if self._durable:
-                    with contextlib.suppress(
-                        NatsError, OSError
-                    ):  # after a lost acknowledgement the broker delivers the event again
+                    # after a lost acknowledgement the broker delivers the event again
+                    with contextlib.suppress(NatsError, OSError):
                         await message.ack()
 
     def _has_lost(self, message: Msg) -> bool:
-        """Return whether messages may be missing before this message, so that the caller must subscribe again.
+        """Return whether messages before this message are perhaps lost. If so, the caller must subscribe again.
 
-        Without a durable name, a gap in the consumer's sequence means that a message was lost when the connection broke. The
-        broker considers that message delivered, because such a consumer has no acknowledgements. With a durable name, a
-        sequence that is not larger than the last one means that the message is from a new consumer, which counts from 1 again.
+        The consumer numbers its messages. Without a durable name, a gap in the numbers means that a message was lost when the
+        connection broke. A consumer without a durable name has no acknowledgements, so the broker does not deliver the lost
+        message again. With a durable name, a number that does not increase means that a new consumer counts from 1.
         """
         place = message.metadata.sequence.consumer
         lost = place <= self._place if self._durable else place != self._place + 1
@@ -220,8 +214,10 @@ class _Consumer:
         return lost
 
     async def _again(self, before: JetStreamContext.PullSubscription) -> JetStreamContext.PullSubscription:
-        """Subscribe again after the last event, as soon as the broker and its stream are available. Raise CannotFollow if
-        the broker now has another stream."""
+        """Subscribe again, to the events after the last one received, as soon as the broker and its stream are available.
+
+        `before` is the subscription to end first. Raise CannotFollow if the broker now has another stream.
+        """
         with contextlib.suppress(NatsError, OSError):
             await before.unsubscribe()
         while True:
@@ -245,8 +241,11 @@ class _Consumer:
         return got
 
     async def _is_gone(self, subscription: JetStreamContext.PullSubscription) -> bool:
-        """Return whether the caller must subscribe again, because the broker deleted this consumer or was unreachable with
-        events in flight."""
+        """Return whether the subscription is unusable, so that the caller must subscribe again.
+
+        A subscription is unusable if the broker deleted or replaced its consumer. Without a durable name, it is also unusable
+        after the connection broke: the consumer has no acknowledgements, so events that were in flight are perhaps lost.
+        """
         broke = self._client.stats["reconnects"]
         if not self._durable and broke != self._reconnects:
             self._reconnects = broke
@@ -274,8 +273,10 @@ class _Consumer:
         return await self._stream.pull_subscribe_bind(consumer=found.name, stream=subjects.STREAM)
 
     async def _last_of_the_same(self) -> int:
-        """Return the stream's last sequence. Raise CannotFollow if the stream is not the one that was followed so far,
-        because its sequences then number other events."""
+        """Return the stream's last sequence, after checking that the stream is still the one that was followed so far.
+
+        Raise CannotFollow for another stream, because its sequences number other events.
+        """
         found = await self._stream.stream_info(subjects.STREAM)
         self._created = self._created or found.created
         if found.created != self._created:
@@ -289,7 +290,10 @@ class _Consumer:
         return found.state.last_seq
 
     async def _consumer(self, last: int) -> ConsumerInfo:
-        """Create the consumer, or find the durable one of that name. `last` is the stream's last sequence."""
+        """Return the durable consumer if it exists, else create a consumer. `last` is the stream's last sequence.
+
+        Raise UsageError if the durable consumer follows other kinds of events and `may_change_kinds` is not set.
+        """
         if self._durable:
             with contextlib.suppress(NotFoundError):
                 found: ConsumerInfo = await self._stream.consumer_info(subjects.STREAM, self._durable)
@@ -357,10 +361,8 @@ async def _under_way(message: Msg) -> AsyncIterator[None]:
 
 def _event(message: Msg) -> FollowedEvent | None:
     """Decode a message. Return None if the message is not an event, or if this version does not know its kind."""
-    seq, taken_ns = delivered(message.reply.encode())
-    at = _EPOCH + timedelta(
-        microseconds=taken_ns // 1000
-    )  # rounded down, so that a `since` of this time includes the event
+    # rounded down, so that a `since` of this time includes the event
+    seq, at = delivered(message.reply.encode())
     lines = "".join(f"{name}: {value}\r\n" for name, value in (message.headers or {}).items())
     headers = f"NATS/1.0\r\n{lines}\r\n".encode()
     found = messages.read(seq, at, message.subject.encode(), headers, message.data)

@@ -1,4 +1,4 @@
-"""KV events of workers, and the requests by which frontends get missed events again.
+"""KV events (blocks that workers stored or removed), and the requests for missed KV events.
 
     kv.events.<worker>           a `KvBatch` at the end of an engine step, to every frontend
     kv.ask.<worker>.<instance>   a `KvRequest` of one frontend, and one reply
@@ -62,8 +62,9 @@ class KvBatch(msgspec.Struct, array_like=True, frozen=True):
 class KvRequest(msgspec.Struct, array_like=True, frozen=True):
     """A frontend's request to a worker for the KV events of one rank.
 
-    With `first`, the reply has the events from `first` to `last` inclusive (None: all later ones). Without `first`, the reply
-    is a dump of all blocks of the rank. A dump has several parts, and `dump` and `part` request one further part.
+    With `first`, the reply has the events from `first` to `last` inclusive, or all events from `first` on if `last` is None.
+    Without `first`, the reply is a dump of all blocks of the rank. A dump is sent in parts. To request a further part, `part`
+    is its number, and `dump` is the field `next` of the parts so far.
     """
 
     rank: int = 0
@@ -75,17 +76,18 @@ class KvRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Events(msgspec.Struct, tag="events", array_like=True, frozen=True):
-    """The reply with the requested events, in order from id `first`. If they do not fit into one reply, the last ones are
-    missing."""
+    """The reply with the requested events, in order from the id `first`. If not all of them fit into one reply, the last ones
+    are left out."""
 
     first: int
     events: list[KvEvent]
 
 
 class Dump(msgspec.Struct, tag="dump", array_like=True, frozen=True):
-    """One part of a dump: events that build the rank's blocks from an empty cache, as they were after all events before `next`.
+    """One part of a dump: events that build the rank's blocks from an empty cache.
 
-    A dump replaces all earlier state. It is also the reply to a `KvRequest` for events that the worker no longer stores.
+    All parts together give the rank's cache as it is after all events with ids below `next`. A dump replaces what the frontend
+    knew of the cache. A dump is also the reply to a `KvRequest` for events that the worker no longer stores.
     """
 
     next: int
@@ -101,14 +103,14 @@ class TooNew(msgspec.Struct, tag="too_new", array_like=True, frozen=True):
 
 
 class InvalidRange(msgspec.Struct, tag="invalid_range", array_like=True, frozen=True):
-    """The reply to a request in which the last event is before the first one."""
+    """The reply to a request with a `last` that is less than `first`."""
 
     first: int
     last: int
 
 
 class KvRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The worker cannot answer, for the stated reason. A later retry may succeed."""
+    """The worker cannot answer the request, for the stated reason. A later retry may succeed."""
 
     reason: str
 

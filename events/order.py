@@ -1,32 +1,35 @@
-"""Folds facts in "absorption order", which differs from the order of the stream.
+"""Computes ("folds") a state from the journal's facts, in an order that differs from the stream's.
 
 A decision records how far its controller had read (`through`). Observations can enter the stream between that read and the
 append of the decision. They come before the decision in the stream, although the controller did not consider them. So every
-fold keeps two states:
+fold (each computation of a state) keeps two states and the events between them:
 
     settled = the fold of all observations up to the last decision's `through`, and of every decision
     pending = the later observations
     shown   = fold(settled, pending)
 
 When a decision arrives, the events that its `through` covers move from pending to settled. Then the decision is applied to
-settled, and the other pending events are folded again on top. A fold in the order of the stream instead gives a wrong state in
-about one history in eight, as a test shows.
+settled, and the other pending events are folded again on top. This is called absorption order. A fold in the order of the stream
+gives a wrong state in about one history in eight, as a test shows.
 
-A message that is not an event of Holdfast (`Skipped`) only occupies its position, and is neither settled nor pending. If the
-message is on a decision's subject, the fence counts it, so `Position.decided` moves, too. Only a reader that continues past
-unknown decisions (`StopsAt`) receives a `Skipped` for a decision of an unknown kind. Such a decision has used a number, unless
-it is quarantined later, and the fold lacks its content.
+A message that is not an event of Holdfast (`Skipped`) only occupies its position, and is neither settled nor pending.
+If such a message is on a decision's subject, `Position.decided` advances past the message, because the fence counts it, too.
+
+At a decision of an unknown kind a reader stops, unless it is set to continue (`StopsAt`). A reader that continues receives a
+`Skipped`, and its fold lacks the content of the decision. The unknown decision has taken one decision number. But if that
+decision is quarantined later, it does not count, and the next decision takes the same number. So the fold accepts the next
+decision with either number: that of the unknown decision, or the number after it.
 
 The fold drops duplicates: a fact with a number that is not above its source's last number has been folded already.
 
 A worker's fact can name a source that is not its own (`events.intrusion.source_rule`). The fact is folded, because its subject
-proves which worker published it. But the detection of duplicates ignores the fact: it is never dropped as a duplicate, and does
-not advance the last number of the named source.
+proves which worker published it. But the detection of duplicates ignores the fact: the fact is never dropped as a duplicate, and
+does not advance the last number of the named source.
 
-Every process instance is a source, so the memory of sources must be bounded. A source is forgotten if the stream has no new
-fact of it for `REMEMBERED`. This loses no guarantee, because a sender repeats a fact for at most half of that time
+Every process instance is a source, so the memory of sources must be bounded. A source is forgotten if the stream has no new fact
+of it for 14 days (`REMEMBERED`). This loses no guarantee, because a sender repeats a fact for at most half of that time
 (`events.journal.publisher`). The other half allows for clocks that disagree. Whether a source is forgotten depends only on the
-stream's times of the source's own two facts. So it does not depend on the snapshot from which a reader started.
+stream's times of two consecutive facts of that source. So all readers get the same result, whichever snapshot they started from.
 """
 
 from collections import deque
@@ -58,11 +61,11 @@ class OutOfTurn(OutOfOrder):
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a settled state reaches: observations up to the sequence `through`, and messages on decisions' subjects up to
-    `decided`.
+    """How much of the journal a settled state contains: observations up to the sequence `through`, and messages on decisions'
+    subjects up to `decided`.
 
-    A reader of a snapshot starts after `through`. It then skips the decisions up to `decided`, because the snapshot contains
-    them.
+    A reader of a snapshot starts after `through`. The reader then skips the decisions up to `decided`, because the snapshot
+    contains them.
     """
 
     through: int = 0
@@ -72,25 +75,26 @@ class Position:
 
 @dataclass(slots=True)
 class Order(Generic[S]):
-    """Folds a journal in absorption order. The caller passes every recorded event, in stream order, from `position` on."""
+    """Computes a state from a journal (folds it) in absorption order: a decision is applied before the observations that its
+    controller had not read.
+
+    The caller passes every recorded event, in stream order, from `position` on.
+    """
 
     evolve: Callable[[S, Recorded], S]
     settled: S
     position: Position = Position()
-    sources: dict[str, Last] = field(
-        default_factory=dict
-    )  # last number of each source among the settled events
+    # last number of each source among the settled events
+    sources: dict[str, Last] = field(default_factory=dict)
     last_seq: int = field(init=False)  # sequence of the last event, whether it was folded or dropped
     lacks: int = field(init=False, default=0)  # number of decisions of unknown kinds that were skipped
     pending: deque[Recorded] = field(init=False, default_factory=deque)
-    _shown: S = field(
-        init=False
-    )  # the shown state without the events in `_fresh`, which are folded when `shown` is read
+    # the shown state without the events in `_fresh`, which are folded when `shown` is read
+    _shown: S = field(init=False)
     _fresh: list[Recorded] = field(init=False, default_factory=list)
     _seen: dict[str, Last] = field(init=False)  # last number of each source, pending events included
-    _unread: int = field(
-        init=False, default=0
-    )  # number of decisions of unknown kinds since the last known decision
+    # number of decisions of unknown kinds since the last known decision
+    _unread: int = field(init=False, default=0)
     _forgot: int = field(init=False, default=0)  # ordinal day of the last search for silent sources
 
     def __post_init__(self) -> None:
@@ -100,7 +104,7 @@ class Order(Generic[S]):
 
     @property
     def shown(self) -> S:
-        """The fold of all events so far: of the settled ones, then of the pending ones."""
+        """The state after all events so far: the settled state, with the pending events applied to it."""
         if self._fresh:
             for event in self._fresh:
                 self._shown = self.evolve(self._shown, event)
@@ -110,16 +114,17 @@ class Order(Generic[S]):
     def absorb(self, event: Recorded) -> S:
         """Add one event and return the shown state.
 
-        Raise OutOfOrder if events are missing before it, OutOfTurn if it is a decision with a number that is not the next one.
+        Raise OutOfOrder if events before this event are missing. Raise OutOfTurn if this event is a decision and its number is
+        not the next one.
         """
         self.take(event)
         return self.shown
 
     def take(self, event: Recorded) -> None:
-        """Add one event, which is folded when `shown` is read.
+        """Add one event. The event is applied to the state when `shown` is read.
 
-        Raise OutOfOrder if events are missing before it, OutOfTurn if it is a decision with a number that is not the next one.
-        After an OutOfTurn the state is unchanged, and the fold can continue once that event is quarantined.
+        Raise OutOfOrder if events before this event are missing. Raise OutOfTurn if this event is a decision and its number is
+        not the next one. After an OutOfTurn the state is unchanged, and the caller can continue once the event is quarantined.
         """
         if event.seq != self.last_seq + 1 and self.last_seq:
             raise OutOfOrder(f"event {event.seq} follows {self.last_seq}: {OutOfOrder.__doc__}")
@@ -170,26 +175,27 @@ class Order(Generic[S]):
         self._shown, self._fresh = self.settled, list(self.pending)
 
     def _settle(self, through: int) -> None:
-        """Move the events up to the sequence `through` from pending to settled."""
+        """Apply the pending events up to the sequence `through` to the settled state, and remove them from the pending ones."""
         at = None  # the stream's time of the last event that moves
         # usually all pending events move, and their fold exists already
-        if self.pending and self.pending[-1].seq <= through:
-            self.settled, at = self.shown, self.pending[-1].at
-            for event in self.pending:
-                if event.source:
-                    self.sources[event.source] = (event.source_number, event.at)
-            self.pending.clear()
+        folded = bool(self.pending) and self.pending[-1].seq <= through
+        if folded:
+            self.settled = self.shown
         while self.pending and self.pending[0].seq <= through:
             first = self.pending.popleft()
             at = first.at
             if first.source:
                 self.sources[first.source] = (first.source_number, first.at)
-            self.settled = self.evolve(self.settled, first)
+            if not folded:
+                self.settled = self.evolve(self.settled, first)
         if at is not None and at.toordinal() != self._forgot:
             self._forget_silent(at)
 
     def _forget_silent(self, at: datetime) -> None:
-        """Drop the sources that had no fact for so long before `at` that no repeated fact of theirs can arrive."""
+        """Forget each source with no fact in the 15 days before `at`, because it no longer repeats a fact.
+
+        The 15 days are the sum of `REMEMBERED` and `CLOCK_SLACK`.
+        """
         self._forgot = at.toordinal()
         for sources in (self.sources, self._seen):
             for source in [s for s, last in sources.items() if at - last[1] > REMEMBERED + CLOCK_SLACK]:
@@ -198,12 +204,13 @@ class Order(Generic[S]):
 
 @dataclass(slots=True)
 class DecisionNumbering:
-    """Checks the numbers of decisions without folding them, to inspect a journal at which every reader stops. Takes every
-    event.
+    """Checks the numbers of decisions without computing a state.
 
-    A decision with a wrong number has not been folded, so the next decision must have the number that was expected before. A
-    decision of an unknown kind has used a number, unless it is quarantined. So until a decision of a known kind follows, either
-    number may be next.
+    A reader that computes the state stops at the first wrong number. This class finds every wrong number of a journal.
+
+    The caller passes every event. A decision with a wrong number does not count: the expected number stays the same. A decision
+    of an unknown kind has taken one number or, if it is quarantined later, none. So each of n decisions of unknown kinds adds 0
+    or 1 to the number of the next known decision, and n+1 numbers are possible for that decision.
     """
 
     last: int | None = 0  # number of the last decision in turn; None: the stream no longer has its beginning

@@ -5,19 +5,21 @@
     controller   publishes decisions, its observations, requests to workers, and replies to operators
     supervisor   publishes which worker has ended and what the broker has refused (`holdfast up`); sets the stream's bounds
     projector    reads only
-    planner      publishes the capacity of models and proposed numbers of workers; reads the state store alone
+    planner      publishes the capacity of models and proposed numbers of workers; reads the state store
     notifier     stores undelivered webhook events on a stream beside the journal; the broker stores its read position
     operator     publishes control.*, quarantines and the number of workers; reads, and removes undelivered webhook events
     all          announce the kinds that they know (`live.known`), and receive the kinds in force (`live.kinds`)
     reader       reads only; for your own programs, and the broker stores their read positions
 
 No role can delete or purge the stream, and only `holdfast up` may change its bounds. A reply goes to the requester's own inbox.
-A worker's reply goes to a subject with the worker's own name. So no process can read or forge another's replies.
+A worker's reply goes instead to a subject with the names of the worker and of the requester. Only that worker may publish to it,
+and only that requester may subscribe to it. So no process reads another's replies, and no worker replies in another's name.
 
-Note: a role that may read the journal can make JetStream deliver it to a subject to which the role itself may not publish. A
-worker that uses a controller's fact intake has no JetStream permission. It can neither read the journal nor publish to it, so
-no acknowledgement of its facts reaches another subject. A controller publishes its facts (`controller.runtime.intake`). A
-worker of 0.2.0, which does not know the intake, and a worker without a seed file publish to the journal themselves.
+Note: a role that may read the journal can make JetStream deliver events to a subject to which the role itself may not publish. A
+worker that uses a controller's fact intake has no JetStream permission. Such a worker can neither read the journal nor publish to
+it, and so cannot direct an acknowledgement to another subject. A controller publishes the worker's facts
+(`controller.runtime.intake`). Two kinds of workers publish to the journal themselves: a worker of 0.2.0, which does not know
+the intake, and a worker without a seed file.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -88,7 +90,7 @@ PUBLISHES: Mapping[str, tuple[type[Observation], ...]] = {
     ),
     "operator": (seen.EventQuarantined, seen.ScaleSet),
 }
-"""The observations that each role publishes."""
+"""The kinds of observations that each role may publish."""
 
 _JOURNAL = (f"{API}.STREAM.INFO.{STREAM}", f"{API}.STREAM.MSG.GET.{STREAM}")
 _READS = (
@@ -109,17 +111,8 @@ _DEAD = f"{API}.STREAM.%s.{DEAD_STREAM}"
 _BURIES = (_DEAD % "CREATE", f"{DEAD}.*")
 _EXHUMES = (_DEAD % "MSG.GET", _DEAD % "MSG.DELETE")
 _LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
-_ASKED = (
-    "drain",
-    "resume",
-    "retire",
-    "distrust",
-    "batch",
-    "stop",
-    "chaos",
-    "kinds",
-)  # verbs of the controllers' requests to a worker
 _KNOWN = f"{subjects.KNOWN}.%s.*"  # announcements of the processes of a role
+_PLANES = f"{subjects.PLANE}.*.*.*"  # the channels of the request plane
 _KINDS = "live.kinds.*"  # the kinds in force, as the leading controller sends them
 
 
@@ -133,7 +126,8 @@ class BrokerUser:
 
 
 def users(processes: Iterable[str], by_intake: Container[str] | None = None) -> list[BrokerUser]:
-    """Return all accounts of a fleet: one per role, and one per worker process in `processes` (`worker_user`).
+    """Return all accounts of a fleet: one per role, and one per worker process in `processes` (names as `worker_user` returns
+    them).
 
     Worker processes in `by_intake` send their facts to a controller's fact intake. The other worker processes publish to the
     journal themselves. None means that the fleet has no fact intake.
@@ -144,65 +138,43 @@ def users(processes: Iterable[str], by_intake: Container[str] | None = None) -> 
 
 
 def _role(name: str, *, intake: bool) -> BrokerUser:
-    inbox: tuple[str, ...] = (f"_INBOX.{name}.>",)
-    answers = (subjects.answers(f"{name}.*"),)
+    answers = subjects.answers(f"{name}.*")
     facts = (*_facts(PUBLISHES.get(name, ())), _KNOWN % name)
-    inbox = (*inbox, _KINDS)
+    hears: tuple[str, ...] = ()
     match name:
         case "controller":
-            asks = [f"live.{verb}.*" for verb in _ASKED]
             taken_in = (*_facts(PUBLISHES["worker"]), "_INBOX.*.*.*") if intake else ()
-            says = (
-                *_READS,
-                *_MAKES,
-                *_LEASE,
-                *facts,
-                *taken_in,
-                f"{DECIDED}.*",
-                *asks,
-                f"{subjects.PLANE}.*.*.*",
-                f"{API}.CONSUMER.NAMES.{STREAM}",  # lists all readers of the journal, even unannounced ones
+            asks = (f"live.{verb}.*" for verb in subjects.VERBS)
+            names = (
+                f"{API}.CONSUMER.NAMES.{STREAM}"  # lists all readers of the journal, even unannounced ones
             )
-            asked = (subjects.SAY_ALL,) if intake else ()
-            hears: tuple[str, ...] = (
-                *answers,
-                subjects.BEATS,
-                subjects.LINKS,
-                subjects.KNOWN_ALL,
-                f"{subjects.CONTROL}.*",
-                *asked,
-            )
-            return BrokerUser(name, (*says, "_INBOX.operator.>"), (*inbox, *hears))
+            says = (*_READS, *_MAKES, *_LEASE, *facts, *taken_in, f"{DECIDED}.*", *asks, _PLANES, names)
+            says = (*says, "_INBOX.operator.>")
+            hears = (answers, subjects.BEATS, subjects.LINKS, subjects.KNOWN_ALL, f"{subjects.CONTROL}.*")
+            hears = (*hears, subjects.SAY_ALL) if intake else hears
         case "frontend":
-            says = (
-                *_READS,
-                *facts,
-                subjects.LINKS,
-                subjects.KV_SLOTS,
-                "kv.ask.*.*",
-                f"{subjects.PLANE}.*.*.*",
-            )
-            hears = (*answers, subjects.LINKS, subjects.KV_EVENTS, subjects.KV_SLOTS)
-            return BrokerUser(name, says, (*inbox, *hears))
+            says = (*_READS, *facts, subjects.LINKS, subjects.KV_SLOTS, "kv.ask.*.*", _PLANES)
+            hears = (answers, subjects.LINKS, subjects.KV_EVENTS, subjects.KV_SLOTS)
         case "supervisor":
-            return BrokerUser(name, (*_READS, *_MAKES, *_BOUNDS, *facts), inbox)
+            says = (*_READS, *_MAKES, *_BOUNDS, *facts)
         case "operator":
-            return BrokerUser(name, (*_READS, *_EXHUMES, *facts, f"{subjects.CONTROL}.*"), inbox)
+            says = (*_READS, *_EXHUMES, *facts, f"{subjects.CONTROL}.*")
         case "notifier":
-            return BrokerUser(name, (*_READS, *_REMEMBERED, *_BURIES, *facts), inbox)
+            says = (*_READS, *_REMEMBERED, *_BURIES, *facts)
         case "planner":
-            return BrokerUser(name, (*_JOURNAL, *facts), inbox)
+            says = (*_JOURNAL, *facts)
         case "reader":
-            return BrokerUser(name, (*_READS, *_REMEMBERED), inbox)
+            says = (*_READS, *_REMEMBERED)
         case _:
-            return BrokerUser(name, (*_READS, *facts), inbox)
+            says = (*_READS, *facts)
+    return BrokerUser(name, says, (f"_INBOX.{name}.>", _KINDS, *hears))
 
 
 def _worker(user: str, *, direct: bool) -> BrokerUser:
     says, hears = [*_JOURNAL] if direct else [subjects.journal_end(user)], [f"_INBOX.{user}.>"]
     for worker in workers_of(user):
         facts = _facts(PUBLISHES["worker"], worker)
-        says += facts if direct else (subjects.said(user, subject) for subject in facts)
+        says += facts if direct else (subjects.fact_of_worker(user, subject) for subject in facts)
         says += [subjects.beat(worker), subjects.kv_events(worker), f"{subjects.ANSWER}.{worker}.>"]
         says += [subjects.known("worker", worker), subjects.known("watch", worker)]
         hears += [subjects.live(worker), f"kv.ask.{worker}.*", f"{subjects.PLANE}.{worker}.*.*"]

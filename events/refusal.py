@@ -1,7 +1,7 @@
 """Encodes a server's refusal of an invalid request, with the server's own error text.
 
-On the wire a refusal is the detail of the reason `invalid_request`. The detail is a sentence, or one JSON object if the refusal
-has further fields. A reader that knows only sentences can display either form.
+In a worker's frame, a refusal is the text after `invalid_request:`. The text is a sentence, or one JSON object if the refusal has
+further fields. A reader that expects only a sentence can display the JSON object as text, too.
 """
 
 import msgspec
@@ -35,8 +35,8 @@ def unsupported(param: str, why: str) -> RequestRefusal:
 
 
 def read_refusal(detail: str) -> RequestRefusal:
-    """Parse the text after `invalid_request:`. If it is not the JSON of a RequestRefusal with status 4xx, the whole text is
-    the message."""
+    """Parse the text after `invalid_request:`. If the text is not the JSON of a RequestRefusal with status 4xx, use the whole
+    text as the message."""
     words = detail.strip()
     if words.startswith("{"):
         try:

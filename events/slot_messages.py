@@ -1,11 +1,12 @@
 """Messages by which frontends count each other's requests in flight on each worker.
 
-    kv.slots     a `SlotBatch` soon after requests begin, are prefilled, or end; a `ResendRequest` of a frontend that missed one
+    kv.slots     a `SlotBatch` soon after requests begin, are prefilled, or end;
+                 a `ResendRequest` of a frontend that may have missed a `SlotBatch`
 
-The line shows the subject and its messages, which are msgpack on core NATS and are not stored. Each instance of a frontend
-numbers its `SlotBatch` messages from 0. A frontend that finds a gap requests a complete resend. Every frontend also sends a
-`SlotBatch` without events each second, which carries only the next number. A frontend that is silent for long is considered
-gone, and its requests are no longer counted.
+The lines show the subject and its messages, which are msgpack on core NATS and are not stored. Each instance of a frontend
+numbers its `SlotBatch` messages from 0. A frontend that finds a gap requests a complete resend. Each second, every frontend also
+sends a `SlotBatch` without events, which contains only the next number. A frontend that is silent for long is considered gone,
+and its requests are no longer counted.
 """
 
 import sys
@@ -27,7 +28,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
-    """A request was sent to a DP rank of a worker. `SlotTracker.add` explains the fields."""
+    """A request was sent to a DP rank of a worker.
+
+    `own_blocks` is the number of blocks that no other request can share, because their prompt has no hashes. `block_tokens` is
+    the size of a block in tokens. `expected_s` is the predicted prefill time in seconds, if known.
+    """
 
     request: int | str
     worker: str
@@ -61,7 +66,10 @@ SlotEvent = Added | Read | Freed
 
 
 class SlotBatch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
-    """Changes of one frontend's requests in flight, in order."""
+    """Changes of one frontend's requests in flight, in order.
+
+    `life` is the id of the frontend's instance. If `whole` is set, a complete resend begins with this message.
+    """
 
     frontend: str
     life: str  # id of the frontend's instance; a later instance has none of its requests
@@ -71,8 +79,10 @@ class SlotBatch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
 
 
 class ResendRequest(msgspec.Struct, tag="want", array_like=True, frozen=True):
-    """A frontend may have missed a `SlotBatch`. It requests a complete resend from the frontend `of`, or from every frontend
-    if `of` is empty."""
+    """A request for a complete resend, from a frontend that may have missed a `SlotBatch`.
+
+    The request goes to the frontend `of`, or to every frontend if `of` is empty.
+    """
 
     frontend: str
     of: str = ""

@@ -1,6 +1,7 @@
 """Defines the subjects on the broker, of stored facts and of messages that are not stored."""
 
 from functools import lru_cache
+from typing import Literal, TypeAlias, get_args
 
 from events.fact import Decision, Fact, Observation
 
@@ -27,6 +28,8 @@ DEAD_STREAM = "DEAD_LETTERS"
 DEAD = "dead.webhook"
 SAY = "say"  # prefix of facts that workers send to a controller, which checks and publishes them
 SAY_ALL = f"{SAY}.>"
+Verb: TypeAlias = Literal["drain", "resume", "retire", "distrust", "batch", "stop", "chaos", "kinds"]
+VERBS: tuple[Verb, ...] = get_args(Verb)  # of the controllers' requests to a worker
 ANONYMOUS = "any"  # stands for a requester without a broker account
 
 
@@ -36,27 +39,41 @@ def beat(worker: str) -> str:
 
 
 def live(worker: str) -> str:
-    """Return the wildcard for all `live.*` subjects that address one worker, and for the worker's own heartbeat."""
+    """Return the wildcard for a worker's `live.*` subjects: those of messages to it, and that of its heartbeats."""
     return f"live.*.{token(worker)}"
 
 
 def links(frontend: str) -> str:
-    """Return the subject on which a frontend reports to which workers it is connected."""
+    """Return the subject on which a frontend reports the workers to which it is connected."""
     return f"live.links.{token(frontend)}"
 
 
 def known(role: str, name: str) -> str:
-    """Return the subject on which a process announces the kinds and the deciders version that it knows."""
+    """Return the subject on which a process announces the fact kinds and the version of the decision code (deciders) that it
+    knows."""
     return f"{KNOWN}.{token(role)}.{token(name)}"
 
 
-def kinds(worker: str) -> str:
-    """Return the subject on which a worker is told which kinds are in force. The body is JSON {kinds}."""
-    return f"live.kinds.{token(worker)}"
+def command(verb: Verb, worker: str) -> str:
+    """Return the subject on which a worker receives a controller's command.
+
+    The body of a command is a JSON object. It contains the instance that the command addresses, and the fields that this list
+    names after a colon:
+
+        drain       stop accepting requests: deadline_s
+        resume      serve again after a drain
+        retire      end, because the fleet has declared this instance dead
+        stop        shut down gracefully
+        distrust    the worker is convicted of wrong answers: reason; an empty reason withdraws the conviction
+        batch       limit the running requests to a fraction of the engine's largest batch: share (above 0, at most 1)
+        chaos       a fault of `holdfast chaos`
+        kinds       the kinds in force: kinds; sent to processes of any role, without an instance
+    """
+    return f"live.{verb}.{token(worker)}"
 
 
 def kv_events(worker: str) -> str:
-    """Return the subject on which a worker publishes which KV blocks it has stored and removed."""
+    """Return the subject on which a worker reports the KV blocks that it has stored and removed."""
     return f"kv.events.{token(worker)}"
 
 
@@ -66,7 +83,8 @@ def kv_ask(worker: str, instance: str) -> str:
 
 
 def plane(worker: str, instance: str) -> str:
-    """Return the subject below which a worker instance accepts channels of frontends, if the request plane uses the broker."""
+    """Return the prefix of the subjects on which a worker instance accepts channels of frontends. Used if the request plane
+    uses the broker."""
     return f"{PLANE}.{token(worker)}.{token(instance)}"
 
 
@@ -94,8 +112,10 @@ def addressed_worker(subject: str) -> str | None:
 
 
 def answer(worker: str, asker: str, about: object) -> str:
-    """Return the subject of a worker's reply. `asker` identifies the requester (`USER.CONNECTION`, two tokens), `about` the
-    request."""
+    """Return the subject of a worker's reply.
+
+    `asker` (two tokens, `USER.CONNECTION`) identifies the requester, and `about` identifies the request.
+    """
     return f"{ANSWER}.{worker}.{asker}.{about}"
 
 
@@ -109,46 +129,7 @@ def dead(webhook: str) -> str:
     return f"{DEAD}.{token(webhook)}"
 
 
-def retire(worker: str) -> str:
-    """Return the subject on which a worker is told that the fleet has declared its instance dead. The body is JSON
-    {instance}."""
-    return f"live.retire.{token(worker)}"
-
-
-def stop(worker: str) -> str:
-    """Return the subject on which a worker is told to shut down gracefully. The body is JSON {instance}."""
-    return f"live.stop.{token(worker)}"
-
-
-def chaos(worker: str) -> str:
-    """Return the subject on which a worker receives faults of `holdfast chaos`."""
-    return f"live.chaos.{token(worker)}"
-
-
-def drain(worker: str) -> str:
-    """Return the subject on which a worker is told to drain. The body is JSON {instance, deadline_s}."""
-    return f"live.drain.{token(worker)}"
-
-
-def batch(worker: str) -> str:
-    """Return the subject on which a worker is told which share of its batch it may fill. The body is JSON {instance, share}."""
-    return f"live.batch.{token(worker)}"
-
-
-def distrust(worker: str) -> str:
-    """Return the subject on which a worker is told that it is convicted of wrong answers. The body is JSON {instance, reason}.
-
-    An empty reason withdraws the conviction.
-    """
-    return f"live.distrust.{token(worker)}"
-
-
-def resume(worker: str) -> str:
-    """Return the subject on which a drained worker is told to serve again. The body is JSON {instance}."""
-    return f"live.resume.{token(worker)}"
-
-
-def said(user: str, subject: str) -> str:
+def fact_of_worker(user: str, subject: str) -> str:
     """Return the subject on which a worker process with the account `user` publishes a fact to a controller's fact intake.
 
     `subject` is the fact's subject on the stream.
@@ -165,8 +146,9 @@ def journal_end(user: str) -> str:
 def subject(fact: Fact) -> str:
     """Return the subject of a fact on the stream.
 
-    Decisions have one subject per kind, because the fence's cost grows with the number of subjects that it covers. Observations
-    are on `fleet.observed.<entity>.<id>.<kind>`.
+    All decisions of one kind have the same subject. More subjects would slow down the broker's check that no newer decision
+    exists. Observations are on `fleet.observed.<entity>.<name>.<kind>`. `<name>` is the value of the field that the fact's
+    `entity` names, or `all` with the entity `fleet`.
     """
     if isinstance(fact, Decision):
         return f"{DECIDED}.{fact.kind()}"
@@ -176,7 +158,7 @@ def subject(fact: Fact) -> str:
 
 
 def of_all(kind: type[Observation]) -> str:
-    """Return the subject of a kind of observation about the whole fleet."""
+    """Return the subject of all observations of this kind. The kind must be one about the whole fleet."""
     assert kind.entity == "fleet"
     return f"{OBSERVED}.fleet.all.{kind.kind()}"
 

@@ -1,8 +1,9 @@
 """Fact kinds and deciders versions: what this release knows, and what a mixed fleet may use.
 
-A fleet is upgraded process by process, and a reader of an older release stops at a kind that it does not know. So the leader
-decides what is *in force*: the kinds that may be written, and the version of the deciders. The decision `PolicyAdopted` carries
-the result. A process announces what it knows (`Known`). A process that announces nothing knows exactly what release 0.2.0 knew.
+A fleet is upgraded process by process, and a reader of an older release stops at a kind that it does not know. So the leading
+controller decides what is *in force*: the kinds that may be written, and the version of the deciders (the code that makes
+decisions). The decision `PolicyAdopted` carries the result. A process announces what it knows (`Known`). A process that announces
+nothing knows exactly what release 0.2.0 knew.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,13 +50,14 @@ BASE_KINDS = frozenset(_OF_0_2_0.split())
 """The kinds of release 0.2.0. They are always in force."""
 
 WITHOUT_STATEMENT: Mapping[int, frozenset[str]] = {5: frozenset(_OF_VERSION_5.split())}
-"""What a `PolicyAdopted` without `kinds` means, by its deciders version: the leader that wrote it also wrote these kinds.
-No other version after 0.2.0 was written without `kinds`."""
+"""The kinds that a `PolicyAdopted` decision without the field `kinds` puts in force, by the deciders version of the decision.
+After 0.2.0, only deciders version 5 wrote such decisions."""
 
 
 @cache
 def new_kinds() -> frozenset[str]:
-    """Return the kinds that this release may write and that 0.2.0 does not know, together with the `name` of each new word."""
+    """Return the kinds that this release may write and that 0.2.0 does not know. Each enum value that 0.2.0 does not know also
+    counts as a kind, under its `NewWord.name`."""
     return frozenset(KINDS) - BASE_KINDS | {new.name for new in NEW_WORDS}
 
 
@@ -69,7 +71,7 @@ def release() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The kinds and the deciders version that one process knows, as it announces them."""
+    """The fact kinds and the version of the deciders (the code that makes decisions) that one process announces as known."""
 
     kinds: frozenset[str] = frozenset()  # kinds newer than 0.2.0
     deciders_version: int = 0  # 0: the process neither decides nor reads decisions
@@ -77,8 +79,8 @@ class Known:
 
     @classmethod
     def ours(cls, deciders_version: int = 0) -> "Known":
-        """Return the kinds and the deciders version that this release knows. A process that does not decide passes version
-        0."""
+        """Return the kinds and the deciders version that this release knows. A process that makes no decisions passes 0 as its
+        deciders version."""
         return cls(new_kinds(), deciders_version, release())
 
     def as_body(self) -> Json:
@@ -91,7 +93,7 @@ class Known:
 
     @classmethod
     def of_body(cls, body: JsonView) -> "Known":
-        """Parse an announcement in the form of `as_body`. Raise KeyError, TypeError or ValueError."""
+        """Parse an announcement in the form of `as_body`. Raise KeyError, TypeError or ValueError if it has another form."""
         return cls(names(body["kinds"]), int(body["deciders_version"]), str(body["release"])[:NAME_CHARS_MAX])
 
 
@@ -111,7 +113,8 @@ def names(found: object) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The kinds that the fleet may write, and the version of the deciders by which it decides.
+    """The fact kinds that the fleet may write, and the version of the deciders (the code that makes decisions) that the fleet
+    uses.
 
     `stated` is the field `kinds` of the `PolicyAdopted` decision. None stands for a decision without that field.
     """
@@ -123,17 +126,21 @@ class InForce:
 
     @classmethod
     def of(cls, kinds: Iterable[str], deciders_version: int, by: str = "", command: str = "") -> "InForce":
-        """Create an InForce from the kinds newer than 0.2.0."""
+        """Create an InForce. `kinds` are the kinds newer than 0.2.0 that the fleet may write."""
         return cls(tuple(sorted(kinds)), deciders_version, by, command)
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds newer than 0.2.0 that may be written."""
+        """The kinds newer than 0.2.0 that the fleet may write."""
         return stated_kinds(self.stated, self.deciders_version)
 
 
 def stated_kinds(stated: Iterable[str] | None, deciders_version: int) -> frozenset[str]:
-    """Return the kinds newer than 0.2.0 that a `PolicyAdopted` with these `kinds` and this deciders version puts in force."""
+    """Return the kinds newer than 0.2.0 that a `PolicyAdopted` decision puts in force.
+
+    `stated` is the decision's field `kinds`. If the decision has no such field, `stated` is None, and the decision's deciders
+    version determines the kinds.
+    """
     if stated is None:
         return WITHOUT_STATEMENT.get(deciders_version, frozenset())
     return frozenset(stated)
@@ -141,7 +148,7 @@ def stated_kinds(stated: Iterable[str] | None, deciders_version: int) -> frozens
 
 @dataclass(frozen=True, slots=True)
 class NewWord:
-    """One new enum value ("word") in a field of a kind of 0.2.0, and the older word that replaces it while it is not in force.
+    """A new value ("word") of an enum field in a kind of 0.2.0, and the older word that replaces it while it is not in force.
 
     A reader of an older release stops at an unknown word, as at an unknown kind. So a new word is announced and put in force
     like a kind, under its `name`. Until then an observation carries the older word. A new word in a decision needs a new
@@ -156,18 +163,19 @@ class NewWord:
 
     @property
     def name(self) -> str:
-        """The name under which the word is announced and put in force, beside the kinds."""
+        """The name under which the word is announced and put in force, in the same list as the kinds."""
         return f"{self.kind}.{self.field}={self.word}"
 
 
 NEW_WORDS: tuple[NewWord, ...] = ()
-"""The newest first. Empty: no kind of 0.2.0 has gained a word yet; `tests/events/facts/test_words.py` detects the first one."""
+"""All new enum values, the newest first. Empty, because no kind of 0.2.0 has gained a value yet.
+`tests/events/facts/test_words.py` fails if a value is added to a kind but not here."""
 
 
 def older(
     fact: Observation, in_force: frozenset[str], new_words: Iterable[NewWord] = NEW_WORDS
 ) -> Observation:
-    """Return the fact with an older word in place of each word that is not in force."""
+    """Return the fact with each enum value that is not in force replaced by its older value."""
     for new in new_words:
         if new.kind == fact.kind() and getattr(fact, new.field) == new.word and new.name not in in_force:
             fact = replace(fact, **{new.field: new.instead})

@@ -4,8 +4,8 @@ One TCP connection per frontend-worker pair carries every stream between the two
 endian), followed by one msgpack value. A worker sends one frame per engine step to each frontend, with the new tokens of all
 streams of that frontend.
 
-A stream number belongs to one *attempt* of one request and is never reused on a connection. So a frontend recognises and drops
-late output for an old attempt, for example after a worker has hung.
+A stream number belongs to one *attempt* of one request and is never reused on a connection. By this number a frontend recognises
+late output of an old attempt, for example after a worker has hung, and drops it.
 """
 
 import re
@@ -19,9 +19,8 @@ from events.errors import HoldfastError
 from events.json_types import Json
 
 VERSION = 1
-Why: TypeAlias = Literal[
-    "gone", "elsewhere", "drained", "complete"
-]  # why a frontend stopped reading a stream
+# why a frontend stopped reading a stream
+Why: TypeAlias = Literal["gone", "elsewhere", "drained", "complete"]
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 _HEADER = 4
 _SIZE = struct.Struct("<I")
@@ -51,9 +50,8 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     logit_bias: dict[int, float] = {}  # value added to the logit, by token id
     # top-k logprobs requested for the prompt's tokens; None: not requested
     prompt_logprobs: int | None = None
-    unset: list[
-        str
-    ] = []  # fields above that the client omitted; they are not sent to a server with its own defaults
+    # fields above that the client omitted; they are not sent to a server with its own defaults
+    unset: list[str] = []
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -65,16 +63,16 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
 
 class Proof(msgspec.Struct, tag="proof", array_like=True):
-    """The frontend's reply to a Challenge: the proof that it knows the fleet's key."""
+    """The frontend's reply to a Challenge: the proof that the frontend knows the fleet's key."""
 
     proof: bytes
 
 
 class Generate(msgspec.Struct, tag="gen", array_like=True):
-    """Requests that the worker continues `tokens` on a new stream.
+    """A frontend's request to a worker: generate the tokens that follow `tokens`, on a new stream.
 
     The first `prompt_tokens` tokens are the prompt. The other tokens were generated on another worker and are replayed.
-    Penalties count the replayed tokens, and `max_tokens` and `min_tokens` are already reduced by their number.
+    Penalties count the replayed tokens. `max_tokens` and `min_tokens` are already reduced by the number of replayed tokens.
     """
 
     stream: int
@@ -91,14 +89,16 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     # Names the prefix cache to use, if caches outlive the worker. Every conviction starts a new cache.
     cache_epoch: int = 0
     priority: int = 0  # from the request's tier; the waiting request with the lowest value is scheduled first
+    # the client's own constraint, for servers that take no grammar; only with an answer's first tokens
+    guided_fallback: Json | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Requests that the worker stops a stream, because its client is gone, it continues on another worker, or its answer is
-    complete.
+    """A frontend's request to a worker: stop a stream.
 
-    If `why` is `drained`, the stream continues on another worker because the fleet drains this worker. The worker may not have
-    received the drain yet.
+    The client of the stream is gone, the stream continues on another worker, or the answer is complete. If `why` is `drained`,
+    the stream continues on another worker, because the fleet drains this worker. This frame can arrive before the command to
+    drain.
     """
 
     stream: int
@@ -106,12 +106,13 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 
 
 class Reserve(msgspec.Struct, tag="reserve", array_like=True):
-    """Requests that the target of a planned move reserves KV cache for a request that will arrive with its KV cache. Starts no
-    generation.
+    """A frontend's request to the target of a planned move: reserve KV cache for a request that will arrive with its KV cache.
 
-    `request` is the request as a replay would send it: the prompt and every token accepted so far, with its limits reduced by
-    the accepted tokens. `room_tokens` is the length in tokens that is expected when the move commits, with a margin. A Cancel
-    frees the reservation.
+    The target, the worker to which the request moves, does not start to generate yet.
+
+    `request` has the prompt and every token accepted so far. Its `max_tokens` and `min_tokens` are already reduced by the
+    number of accepted tokens. `room_tokens` is the number of tokens (prompt and answer) that is expected when the move commits,
+    plus a margin. A Cancel frees the reservation.
     """
 
     stream: int
@@ -120,9 +121,11 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True):
 
 
 class Ship(msgspec.Struct, tag="ship", array_like=True):
-    """Requests that the source of a planned move sends this stream's KV cache to the target, and continues decoding meanwhile.
+    """A frontend's request to the source of a planned move: send this stream's KV cache to the target, and continue decoding
+    meanwhile.
 
-    The target issued `grants`, one per shard. A grant says from which block to send. Only source and target decode it.
+    The source is the worker that the stream leaves. The target issued `grants`, one per shard of the model. A grant (a permission
+    to send) states the first block to send. Only the source and the target decode the grants.
     """
 
     stream: int
@@ -130,14 +133,20 @@ class Ship(msgspec.Struct, tag="ship", array_like=True):
 
 
 class Stay(msgspec.Struct, tag="stay", array_like=True):
-    """Requests that the source of a planned move aborts the shipment and continues decoding, even if the stream has stopped
-    for the move."""
+    """A frontend's request to the source of a planned move: keep the stream.
+
+    The source aborts the transfer of the stream's KV cache and continues decoding, even if the stream has stopped for the move.
+    """
 
     stream: int
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """The worker's first frame on a connection without a Challenge, or its frame after a valid Proof: its identity."""
+    """The frame in which a worker states its identity to a frontend.
+
+    If the worker requires a proof of the fleet's key, it sends its Welcome after a valid Proof. Otherwise the Welcome is the
+    worker's first frame.
+    """
 
     worker: str
     instance: str
@@ -159,8 +168,8 @@ class Chunk(msgspec.Struct, array_like=True):
     `finish` is stop, length or another finish_reason of the engine. It is None while the stream continues. An `error` ends the
     stream.
 
-    If `prompt_logprobs` were requested, the first chunk with tokens has one more logprob per token of the prompt. They come
-    before the logprobs of the chunk's own tokens. The logprob of the prompt's first token is meaningless.
+    If `prompt_logprobs` were requested, the first chunk with tokens also has one logprob for each token of the prompt. The
+    prompt's logprobs come before those of the chunk's own tokens. The logprob of the prompt's first token is meaningless.
     """
 
     stream: int
@@ -173,7 +182,8 @@ class Chunk(msgspec.Struct, array_like=True):
 
 
 def finish_reason(given: object) -> str:
-    """Return an engine's finish_reason in the form for clients. Return `stop` for a value that is not a valid finish_reason."""
+    """Return an engine's finish_reason in the form that clients get. Return `stop` for a value that is not a valid
+    finish_reason."""
     if given == "length" or given == "stop":
         return given
     return given if isinstance(given, str) and _finish_reason(given) else "stop"
@@ -185,8 +195,8 @@ _finish_reason = re.compile(r"[a-z_]{1,40}").fullmatch
 def join(earlier: Chunk, later: Chunk) -> bool:
     """Append a later chunk of a stream to an earlier one, and return True.
 
-    Return False without a change if one chunk cannot carry the output of the two chunks. This is so if the earlier chunk is the
-    stream's last, if one chunk has text and the other tokens, or if logprobs would no longer match their tokens.
+    Return False without a change if a single chunk cannot carry the output of both. There are three such cases: the earlier
+    chunk ends the stream, one chunk has text and the other has tokens, or logprobs would no longer match their tokens.
     """
     if earlier.finish is not None or earlier.error is not None:
         return False
@@ -194,9 +204,8 @@ def join(earlier: Chunk, later: Chunk) -> bool:
     if details and not _join_details(earlier, later):
         return False
     earlier.tokens.extend(later.tokens)
-    if (
-        later.finish is not None
-    ):  # checked first, because setting a struct's field takes longer than this check
+    # checked first, because setting a struct's field takes longer than this check
+    if later.finish is not None:
         earlier.finish = later.finish
     if later.error is not None:
         earlier.error = later.error
@@ -206,7 +215,7 @@ def join(earlier: Chunk, later: Chunk) -> bool:
 
 
 def _join_details(earlier: Chunk, later: Chunk) -> bool:
-    """Append the logprobs and the text of the later chunk. Return False without a change if one chunk cannot carry them."""
+    """Append the logprobs and the text of the later chunk. Return False without a change if the two do not fit into one."""
     if (later.tokens and earlier.text is not None) or (earlier.tokens and later.text is not None):
         return False
     if later.logprobs:
@@ -267,10 +276,13 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
-    """The worker's heartbeat. It is sent every second; while streams are open, every 0.25 s, or 0.1 s after the last step.
+    """The worker's heartbeat. A frontend without open streams receives one every second.
+
+    A frontend with open streams receives a frame at least every 0.1 s. The frame is a heartbeat if no step is sent. While steps
+    are sent, the frontend also receives a heartbeat every 0.24 s.
 
     `phase` is idle, prefill or decode. `step_age_ms` is the time since the engine began its current step. `prefill_tokens` is
-    the number of prompt tokens that this step processes, because a step with a long prefill may take longer before the worker
+    the number of prompt tokens that this step processes. The larger this number, the longer the step may take before the worker
     counts as hung.
     """
 
@@ -283,8 +295,8 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """The target has reserved KV cache for a planned move. `cached_tokens` (whole blocks) are in its prefix cache and need
-    not be sent."""
+    """The target has reserved KV cache for a planned move. The target's prefix cache already has `cached_tokens` tokens (whole
+    blocks), so the KV cache of these tokens need not be sent."""
 
     stream: int
     grants: list[bytes]
@@ -292,18 +304,18 @@ class Reserved(msgspec.Struct, tag="reserved", array_like=True):
 
 
 class Declined(msgspec.Struct, tag="declined", array_like=True):
-    """The planned move is impossible. Sent by the target, this frame ends the stream there. Sent by the source, the stream
-    continues decoding."""
+    """The sender of this frame cannot carry out the planned move. If the target sends this frame, the stream ends at the target.
+    If the source sends this frame, the stream continues decoding at the source."""
 
     stream: int
     reason: str
 
 
 class Committed(msgspec.Struct, tag="committed", array_like=True):
-    """The target has the whole KV cache of a planned move, and decodes.
+    """The target of a planned move has the whole KV cache, and continues decoding.
 
-    `tokens` follow the tokens of the reserved request, because the source generated them during the transfer. The frontend
-    compares them with the tokens that it accepted, before it accepts the next chunk.
+    `tokens` are those that the source generated during the transfer, after the tokens of the reserved request. The frontend
+    compares them with the tokens that it has accepted, before it accepts the next chunk.
     """
 
     stream: int
@@ -315,7 +327,7 @@ class Committed(msgspec.Struct, tag="committed", array_like=True):
 
 
 class Challenge(msgspec.Struct, tag="challenge", array_like=True):
-    """A worker with the fleet's key sends this frame before its Welcome. It proves that the worker knows the key, and
+    """A worker with the fleet's key sends this frame before its Welcome. The frame proves that the worker knows the key, and
     requests the frontend's proof."""
 
     nonce: bytes
@@ -337,7 +349,7 @@ def encode(frame: ToWorker | ToFrontend) -> bytes:
 
 
 class Splitter:
-    """Splits a byte stream into the bodies of frames. Each connection has one per direction."""
+    """Splits a byte stream into the bodies of frames. Each connection has two splitters, one per direction."""
 
     __slots__ = ("_rest", "_wanted", "frame_bytes_max")
 
@@ -347,8 +359,8 @@ class Splitter:
         self._wanted = 0  # number of bytes needed before the next frame can be split off
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the body of every frame that `data` completes, and keep the rest. Raise BadFrame if a length exceeds the
-        limit."""
+        """Yield the body of every frame that `data` completes, and keep the bytes of an incomplete frame. Raise BadFrame if a
+        length exceeds the limit."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:

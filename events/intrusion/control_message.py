@@ -1,9 +1,11 @@
 """Builds control messages to workers, and detects other messages on the workers' control subjects.
 
-A broker sends the acknowledgement of a publication to any subject that the publisher names, regardless of permissions. So a
-message on a control subject may come from a process that is not a controller. A control message contains the worker instance
-that it addresses, and since 0.3 also the version of its form, its sender and its verb. A controller of 0.2.0 sends only the
-instance, or only a value that belongs to the verb.
+A publisher to the journal chooses the subject of the broker's acknowledgement, and the broker checks no permission for that
+subject. So a worker can receive an acknowledgement on its control subject, although no controller sent a message.
+
+A control message contains the worker instance that it addresses. Since 0.3 it also contains the version of its format, its
+sender and its verb, which is the name of the command. A controller of 0.2.0 sends only the instance, or only the argument of the
+command.
 """
 
 from collections.abc import Mapping
@@ -23,8 +25,8 @@ def control(verb: str, worker: str, instance: str, sender: str, body: JsonView) 
 
 
 def foreign(verb: str, worker: str, body: JsonView) -> str:
-    """Return why a body is not a control message with this verb to this worker. Return an empty string if the body is a
-    valid one."""
+    """Return why a body is not a control message to this worker with this command (`verb`). Return an empty string if the body
+    is a valid control message."""
     form = body.get("control")
     if form is None:
         return (

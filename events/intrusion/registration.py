@@ -1,7 +1,8 @@
 """Checks a worker's registration against bounds that no real engine exceeds.
 
-The fold refuses a registration with a value outside its bounds (`controller.deciders.fold`), and the worker does not become
-part of the fleet. The codec does not refuse it, because readers of every version must accept the same events of a journal.
+A registration with a value outside its bounds is ignored when the fleet's state is computed from the journal
+(`controller.deciders.fold`), so the worker does not become part of the fleet. The codec does not refuse such a registration,
+because readers of every version must accept the same events of a journal.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """Checks the load that a worker reports against bounds that no engine exceeds.
 
-An impossible value would affect other workers' requests. For example, if one worker reports −10⁹ s until it accepts requests
-again, that is the minimum over all workers. And every comparison with NaN is false.
+An impossible value from one worker would affect the requests of other workers. For example, a full worker reports the number of
+seconds after which it will accept requests again, and a frontend uses the minimum over all workers. A report of −10⁹ s would
+always be that minimum. With NaN, every comparison is false.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ _COUNTS = tuple(name for name in Load.__struct_fields__ if name != "closed_s")
 
 def impossible_beat(beat: Beat) -> str:
     """Return the first impossible value of a heartbeat on the request plane as `name = value`. Return an empty string if all
-    are possible."""
+    values are possible."""
     if not (isfinite(beat.step_age_ms) and 0 <= beat.step_age_ms <= AGE_MS_MAX):
         return f"step_age_ms = {beat.step_age_ms!r}"
     if not 0 <= beat.prefill_tokens <= COUNT_MAX:
@@ -36,8 +37,11 @@ def impossible_load(load: Load) -> str:
 
 
 def counts(said: Mapping[str, object]) -> dict[str, int]:
-    """Return the known counts of a load in a heartbeat on the bus. Unknown names are omitted. Raise ValueError for an
-    impossible count."""
+    """Return the counts of `Load` that a worker states in its heartbeat on the message bus, by name.
+
+    `said` is the load in the decoded heartbeat. Names that `Load` does not have are omitted. Raise ValueError for an impossible
+    count.
+    """
     found: dict[str, int] = {}
     for name in _COUNTS:
         count = said.get(name, 0)

@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class ReportIntrusion(Protocol):
-    """Type of a function that reports that an operation of a sender was refused."""
+    """Type of a function that reports a refused operation: its sender, and what the sender tried."""
 
     def __call__(
         self, sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
@@ -30,7 +30,7 @@ class ReportIntrusion(Protocol):
 def not_reported(
     sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
 ) -> None:
-    """Do nothing. For callers that report no intrusions."""
+    """Do nothing. For callers that need a `ReportIntrusion` but report no intrusions."""
 
 
 @dataclass(slots=True)
@@ -40,8 +40,11 @@ class _Attempts:
 
 
 class Intrusions:
-    """Reports the first attempt of a sender at once. Later attempts of the same sender and kind are reported together, every
-    10 s."""
+    """Reports a sender's first attempt of each kind at once, and its later attempts at most every 10 s.
+
+    Later attempts are counted. The first attempt that is at least 10 s after a report is reported with the number of attempts
+    since that report.
+    """
 
     def __init__(self, observe: Callable[[Observation], object], now: Callable[[], float]) -> None:
         self._observe = observe
@@ -51,8 +54,11 @@ class Intrusions:
     def report(
         self, sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
     ) -> None:
-        """Count an attempt, and report it if the last report is at least 10 s old. With `eject`, `worker` and `instance`
-        name the worker instance to eject."""
+        """Count an attempt. If no attempt of the same sender and kind was reported in the last 10 s, report the count.
+
+        `tried` describes the attempt, and its text before the first colon is the kind. If `eject` is set, `worker` and
+        `instance` name the worker instance to eject.
+        """
         tried = "".join(c if c.isprintable() else "?" for c in tried[:TRIED_MAX])
         key, now = (sender, tried.partition(":")[0], eject), self._now()
         known = self._known.get(key)

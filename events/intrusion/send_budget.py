@@ -9,7 +9,7 @@ MUTED_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The parameters of a token bucket: the average amount per second, and the burst."""
+    """The parameters of a token bucket: the average amount per second, and the largest amount at once (`burst`)."""
 
     per_s: float
     burst: float
@@ -24,13 +24,17 @@ class TrafficLimit:
 
 
 def traffic(per_s: float, burst: float, mb_per_s: float, mb_burst: float) -> TrafficLimit:
-    """Return a limit of `per_s` messages and `mb_per_s` MiB per second, each with its burst."""
+    """Return a sender's limit of messages and of MiB: the average rates and the largest bursts.
+
+    The average is at most `per_s` messages and `mb_per_s` MiB per second. A burst is at most `burst` messages and `mb_burst`
+    MiB.
+    """
     size = Rate(per_s=mb_per_s * MIB, burst=mb_burst * MIB)
     return TrafficLimit(messages=Rate(per_s=per_s, burst=burst), size=size)
 
 
 HEARTBEATS = traffic(per_s=20.0, burst=200.0, mb_per_s=0.25, mb_burst=1.0)
-"""The default limit of the heartbeats of one worker, which sends one per second."""
+"""The default limit of one worker's heartbeats. A worker sends one heartbeat per second."""
 
 
 class SendBudget:
@@ -64,7 +68,7 @@ class TrafficBudget:
         self._muted_until = float("-inf")
 
     def mute(self, now: float) -> None:
-        """Drop the sender's messages for the next second. So a flood leads to at most one report per second."""
+        """Mute the sender for one second: its messages are dropped. A flood thus leads to at most one report per second."""
         self._muted_until = now + MUTED_S
 
     def muted(self, now: float) -> bool:
@@ -72,14 +76,19 @@ class TrafficBudget:
         return now < self._muted_until
 
     def take(self, messages: int, size: int, now: float) -> bool:
-        """Take `messages` messages of `size` bytes in total from the two buckets. Return False if one of them holds less."""
+        """Take `messages` from the bucket of messages, and then `size` bytes from the bucket of bytes.
+
+        If the bucket of messages holds too little, take nothing and return False. If only the bucket of bytes holds too
+        little, return False, but do not put `messages` back.
+        """
         return self._messages.take(messages, now) and self._size.take(size, now)
 
 
 class SubjectBudgets:
-    """The token buckets of all senders, by the subject that the broker reserves for each sender.
+    """The token buckets of all senders. The broker reserves a subject for each sender, and the buckets are found by that
+    subject.
 
-    If there are more than `most` senders, all buckets are dropped and start full again.
+    If there are more than `most` senders, all buckets are dropped, and every sender starts again with full buckets.
     """
 
     def __init__(self, limit: TrafficLimit, most: int) -> None:

@@ -1,8 +1,9 @@
 """Checks the source of an observation: a worker's facts must come from the worker's own process.
 
 Source and source number identify a duplicate (`events.order`). So a forged fact with the next number of another source would
-make every reader drop that source's next fact. The broker account restricts the subject, the subject names the worker, and the
-source must belong to that worker. A process with several workers has the name of its first worker.
+make every reader drop that source's next fact. The broker lets a worker process publish only on subjects with the names of its
+own workers. So the subject proves the worker, and this module checks whether the source is the process of that worker. A process
+with several workers has the name of its first worker.
 
 Note: the check covers the kinds that workers publish. Accounts that publish the other kinds are trusted.
 """

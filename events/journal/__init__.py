@@ -1,1 +1,1 @@
-"""The journal's port, and its implementations on NATS JetStream and in memory."""
+"""The journal's interface, and its implementation on NATS JetStream."""

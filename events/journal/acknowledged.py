@@ -1,9 +1,9 @@
 """Detects a broker that has lost acknowledged events, or that is another broker.
 
-The last acknowledged event is kept in memory and, once a second and at the end, in a small file beside the spool. After a power
-failure a broker may lack that event, or hold another event at its position. Then the broker has lost acknowledged facts or is
-another broker, and writing to it would join two histories. nats-server itself does not report this, because it truncates its
-file at the first damage and continues there.
+The last acknowledged event is kept in memory. Once a second, and at the end of the process, it is saved to a small file beside
+the spool. If the stream ends before that event, or holds another event at its position, the broker has lost acknowledged facts
+or is another broker. Writing to this broker would join two histories. A power failure can cause such a loss. nats-server does not
+report the loss: the server truncates its file at the first damage and continues there.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ class AcknowledgedPosition:
 
     @property
     def unsaved(self) -> bool:
-        """Whether the position in memory is newer than the one in the file."""
+        """Whether the position in memory is newer than the position in the file."""
         return self._path is not None and self.seen != self._saved
 
     def save(self) -> None:
@@ -66,9 +66,10 @@ class AcknowledgedPosition:
     async def check(
         self, connection: BrokerConnection, seen: AcknowledgedEvent | None, state: stream.StreamState
     ) -> None:
-        """Raise JournalChanged if the stream no longer holds the acknowledged event `seen`.
+        """Raise JournalChanged if the stream ends before the event `seen`, or has another event at `seen.seq`.
 
-        `seen` must be read before `state` is requested, because further acknowledgements may arrive in between.
+        Read `seen` before you request `state`. If `seen` were read later, it could be newer than `state`, and the check would
+        raise although no event is lost.
         """
         if seen is not None and (lost := await lost_since(connection, seen, state)):
             remedy = f" If this is intended, remove {self._path}." if self._path is not None else ""
@@ -76,8 +77,11 @@ class AcknowledgedPosition:
 
 
 async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, state: stream.StreamState) -> str:
-    """Return why a stream is not the one that held the event `seen`. Return "" if it is the same stream, or has dropped that
-    event."""
+    """Return why a stream is not the one that held the event `seen`, as text for an error.
+
+    Return "" if the event is at its position. Also return "" if the stream has dropped the event, because another stream could
+    then not be detected.
+    """
     if seen.seq < state.first_seq:
         return ""
     if state.last_seq < seen.seq:
@@ -89,7 +93,7 @@ async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, stat
 
 
 def remembered(spools: Path) -> dict[Path, AcknowledgedEvent]:
-    """Return the positions that the processes of one data directory have saved, by file. Unreadable files are omitted."""
+    """Return the saved positions of all processes with a folder in `spools`, by file. Omit unreadable files."""
     found = {}
     for path in sorted(spools.glob(f"*/{ACKNOWLEDGED}")):
         seen = AcknowledgedPosition(path).seen

@@ -3,13 +3,13 @@
     first                    kept        last
       ▼                        ▼           ▼
       ├────────┼────────┼──────┼──────┼────┤
-       dropped one day   newest snapshot    an eighth of the bound at most
+       dropped first     newest snapshot    an eighth of the bound at most
 
 The line is the stream, from its first event to its last, and `kept` is the newest snapshot. The broker drops the oldest events
 when the stream reaches a bound. From then on a new reader cannot start at the first event. So the leading controller writes a
-snapshot of the settled fleet to the journal (`SnapshotKept`) whenever the journal has grown by an eighth of a bound. It does so
-while a stream has bounds, or will get them. A bound is set only when such a snapshot is in the part that remains, so that a
-snapshot covers every dropped event.
+snapshot of the fleet's state to the journal (`SnapshotKept`) whenever the journal has grown by an eighth of a bound. A snapshot
+is also written before the stream gets bounds. A bound is set only if the newest snapshot is in the part of the stream that
+remains. So a snapshot covers every dropped event.
 
 Note: if no controller leads while the journal grows by seven eighths of a bound, the newest snapshot is dropped, too. Then a
 new reader needs the state store's own snapshot, and cannot start without it.
@@ -33,7 +33,8 @@ LEFT_SHARE = 1 / 2  # part of a new bound; the growth since the newest snapshot 
 class SnapshotPosition:
     """The position of the newest complete snapshot on the journal.
 
-    A reader of the snapshot continues after the sequence `through`. `since` is the stream's time there.
+    The snapshot covers the events up to the sequence `through`, and its readers continue after that sequence. `since` is
+    the stream's time at `through`.
     """
 
     through: int
@@ -41,13 +42,20 @@ class SnapshotPosition:
 
 
 def due(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None) -> bool:
-    """Return whether the leader must write the next snapshot: the journal has bounds and has grown by an eighth of a bound."""
+    """Return whether the leader must write the next snapshot.
+
+    If the journal has no bounds, no snapshot is due. With bounds, a snapshot is due when the journal has grown by an eighth of
+    any bound since the newest snapshot. Without an earlier snapshot, the first is due when the journal has an event.
+    """
     return bool(bounds) and _beyond(bounds, usage, kept, SHARE)
 
 
 def safe(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None) -> bool:
-    """Return whether these bounds may be set, because the newest snapshot remains on the journal with a margin of half a
-    bound."""
+    """Return whether these bounds may be set without the loss of the newest snapshot (`kept`).
+
+    Bounds are safe if the journal has grown by less than half of each bound since that snapshot. Without a snapshot, bounds are
+    safe only for an empty journal. Empty bounds are always safe.
+    """
     return not bounds or not _beyond(bounds, usage, kept, LEFT_SHARE)
 
 
@@ -66,7 +74,7 @@ def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition |
 
 
 def changed(config: JsonView, bounds: JournalBounds) -> Json | None:
-    """Return a stream's configuration with these bounds. Return None if the stream already has them."""
+    """Return the stream configuration `config`, changed to these bounds. Return None if `config` already has them."""
     wanted = {
         "max_bytes": bounds.bytes or -1,
         "max_age": round((bounds.age or timedelta(0)).total_seconds() * 1e9),
@@ -76,7 +84,8 @@ def changed(config: JsonView, bounds: JournalBounds) -> Json | None:
 
 
 async def bound(connection: BrokerConnection, bounds: JournalBounds) -> bool:
-    """Set the stream's bounds. Return False if the stream already has them. Raise JournalUnavailable or BrokerRefused."""
+    """Set the stream's bounds. Return False if the stream already has them. Raise JournalUnavailable if the broker does not
+    answer or refuses."""
     answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     config = changed(answer["config"], bounds)
     if config is None:

@@ -1,9 +1,11 @@
 """The JetStream protocol: requests to its API, acknowledgements, and the headers of messages."""
 
+from collections.abc import Container
+from datetime import UTC, datetime, timedelta
+
 import msgspec
 from nats.errors import NoRespondersError
 
-from events.errors import HoldfastError
 from events.journal.port import JournalUnavailable
 from events.json_types import Json
 from events.nats.connection import DISCONNECTED, BrokerConnection
@@ -11,6 +13,7 @@ from events.nats.urls import masked
 
 API = "$JS.API"
 API_DEADLINE_S = 2.0
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence failed, because another writer has written
 DUPLICATE_IN_BATCH = 10201
@@ -25,7 +28,7 @@ STREAM_EXISTS = 10058
 _HEADER_LINE = "NATS/1.0"
 
 
-class BrokerRefused(HoldfastError):
+class BrokerRefused(JournalUnavailable):
     """JetStream answered a request with an error."""
 
     def __init__(self, code: int, description: str) -> None:
@@ -48,8 +51,9 @@ class Ack(msgspec.Struct):
         return int(found.get("err_code", found["code"]))
 
     @property
-    def said(self) -> str:
-        """The error text of the controller's fact intake. Empty if there is no error, or if the error is JetStream's."""
+    def error_text(self) -> str:
+        """The error text, if the error is from a controller's fact intake (which writes workers' facts to the journal), else
+        ""."""
         return str(self.error.get("description", "")) if self.error and self.code >= INTAKE_REFUSES else ""
 
 
@@ -63,8 +67,11 @@ async def ask(
     body: Json | None = None,
     deadline_s: float | None = None,
 ) -> Json:
-    """Send a request to JetStream's API and return its answer. Raise BrokerRefused if the answer is an error, and
-    JournalUnavailable if no answer arrives within `deadline_s` (2 s by default)."""
+    """Send a request to JetStream's API and return its answer.
+
+    Raise JournalUnavailable if no answer arrives within `deadline_s` (2 s by default). Raise its subclass BrokerRefused if the
+    answer is an error.
+    """
     if not connection.connected:
         raise JournalUnavailable(
             f"the journal at {masked(connection.url)} cannot be reached (NATS is not connected)"
@@ -89,6 +96,40 @@ async def ask(
     return answer
 
 
+async def stored_message(
+    connection: BrokerConnection,
+    stream: str,
+    query: Json,
+    deadline_s: float | None = None,
+    absent: Container[int] = (MESSAGE_NOT_FOUND,),
+) -> Json | None:
+    """Return the message of a stream that `query` selects, as JetStream's API encodes it.
+
+    Return None if JetStream answers with one of the error codes in `absent`. Raise JournalUnavailable for any other error, or if
+    no answer arrives.
+    """
+    try:
+        answer = await ask(connection, f"STREAM.MSG.GET.{stream}", query, deadline_s)
+    except BrokerRefused as error:
+        if error.code not in absent:
+            raise
+        return None
+    message: Json = answer["message"]
+    return message
+
+
+async def create_stream(connection: BrokerConnection, config: Json) -> None:
+    """Create a stream. If a stream of that name exists, leave it as it is, even if its configuration differs.
+
+    Raise JournalUnavailable if JetStream does not answer, or refuses for a reason other than an existing stream.
+    """
+    try:
+        await ask(connection, f"STREAM.CREATE.{config['name']}", config)
+    except BrokerRefused as error:
+        if error.code != STREAM_EXISTS:
+            raise
+
+
 def parse_headers(raw: bytes | None) -> dict[str, str]:
     """Parse the headers of a message. A status in the first line, as in `NATS/1.0 408 Timeout`, is returned as `Status` and
     `Description`."""
@@ -105,12 +146,13 @@ def parse_headers(raw: bytes | None) -> dict[str, str]:
     return headers
 
 
-def delivered(reply: bytes) -> tuple[int, int]:
-    """Parse the stream sequence and the timestamp (Unix nanoseconds) from the reply subject of a delivered message.
+def delivered(reply: bytes) -> tuple[int, datetime]:
+    """Return the stream sequence and the time in the reply subject of a delivered message. The time is rounded down to
+    microseconds.
 
     The reply subject is $JS.ACK.stream.consumer.deliveries.SEQ.consumer-seq.TIME.pending. A longer reply subject has a domain
     and an account before the stream.
     """
     tokens = reply.split(b".")
     at = 5 if len(tokens) == 9 else 7
-    return int(tokens[at]), int(tokens[at + 2])
+    return int(tokens[at]), EPOCH + timedelta(microseconds=int(tokens[at + 2]) // 1000)

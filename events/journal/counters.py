@@ -1,6 +1,5 @@
-"""Counters of a process's journal connection since the process began, for metrics."""
+"""Counters of a process's journal connection, from the start of the process, for metrics."""
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 class ObservedJournal(Protocol):
-    """What metrics read of a process's journal connection: whether it can write, and how many facts wait or were lost."""
+    """A process's journal connection as its metrics show it: counters, reachability, and the number of unacknowledged facts."""
 
     @property
     def counters(self) -> "JournalCounters": ...
@@ -39,23 +38,22 @@ class JournalCounters:
     withheld: int = 0  # observations that were dropped because their kind is not in force
     skipped: int = 0  # messages on the stream that are not Holdfast's events; each is counted once
     unknown: int = 0  # skipped events of kinds that this version does not know; each is counted once
-    _known: set[int] = field(default_factory=set)  # sequences of skipped messages
+    # sequences of skipped messages, in the order of reading
+    _known: dict[int, None] = field(default_factory=dict)
     _unknown_kinds: set[str] = field(default_factory=set)  # kinds that have been logged
-    _oldest: deque[int] = field(default_factory=deque)
 
     def note(self, event: Recorded) -> None:
-        """Count a skipped message and log it. An event that is not skipped is ignored.
+        """Count and log a skipped message (`Skipped`). Ignore any other event.
 
-        A process reads the stream more than once, so a message that was noted before is neither counted nor logged again. After
-        the first 100 messages only the 128th, the 256th, and so on, are logged.
+        A process reads the stream more than once, so a message that was noted before is neither counted nor logged again.
+        After the first 100 messages only the 128th, the 256th, and so on, are logged.
         """
         fact = event.fact
         if not isinstance(fact, Skipped) or event.seq in self._known:
             return
-        self._known.add(event.seq)
-        self._oldest.append(event.seq)
-        if len(self._oldest) > KNOWN_MAX:
-            self._known.discard(self._oldest.popleft())
+        self._known[event.seq] = None
+        if len(self._known) > KNOWN_MAX:
+            del self._known[next(iter(self._known))]
         if fact.unknown:
             self._note_unknown(event, fact)
             return

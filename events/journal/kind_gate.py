@@ -3,15 +3,17 @@
     kinds in force not known yet ── wait (bounded) ──▶ in force: published, in the order of observation
                                                   └──▶ not in force: dropped, counted, logged once per kind
 
-The arrows show what happens to an observation of a new kind. Kinds of release 0.2.0 always pass, with older enum values in
-place of new ones that are not in force (`events.versions`). Kinds that an earlier process with the same directory knew to be in
-force also pass (`KindMemory`).
+The arrows show what happens to an observation of a new kind. A kind is in force when the leading controller has allowed the
+fleet to write it (`events.versions`). Kinds of release 0.2.0 are always in force. If an observation of a 0.2.0 kind
+contains a new enum value that is not in force, an older value replaces the new one. While the kinds in force are not known yet,
+the gate publishes observations of the stored kinds (`KindMemory`). An earlier process with the same directory has stored them.
 """
 
 import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,10 +24,9 @@ from events import subjects
 from events.decisions import PolicyAdopted
 from events.fact import Observation
 from events.journal import stream
-from events.journal.broker import BrokerRefused
 from events.journal.counters import JournalCounters
 from events.journal.port import JournalUnavailable
-from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.nats.connection import DISCONNECTED, BrokerConnection, when_connected
 from events.versions import BASE_KINDS, NEW_WORDS, Known, NewWord, names, new_kinds, older, stated_kinds
 
 # observations; beyond it the oldest is dropped, so that memory stays bounded without a broker
@@ -40,11 +41,12 @@ Publish = Callable[[Observation], None]
 
 
 class KindMemory:
-    """Stores the kinds in force in a small file beside the spool. Without a path, nothing is stored.
+    """Stores the kinds in force (those that the fleet may write) in a small file beside the spool. Without a path, nothing is
+    stored.
 
-    On one stream the set of kinds in force only grows. So a process that starts while the broker is unreachable may write
-    observations of the stored kinds to its spool on disk. Without the file, it would have to hold them in memory until the
-    broker is reachable.
+    On one stream the set of kinds in force only grows, so the stored kinds stay in force after a restart. If a process starts
+    while the broker is unreachable, it writes observations of the stored kinds to its spool on disk. Without the file, the
+    process would hold these observations in memory until the broker is reachable.
     """
 
     def __init__(self, path: Path | None, *, read: bool = True) -> None:
@@ -71,7 +73,7 @@ class KindMemory:
 
 
 class KindGate:
-    """Decides for each observation of a new kind whether the observation is published, waits or is dropped."""
+    """Decides for each observation of a new kind whether the observation is published, is held back, or is dropped."""
 
     def __init__(
         self,
@@ -89,16 +91,16 @@ class KindGate:
 
     @property
     def informed(self) -> bool:
-        """Whether this process knows the kinds in force."""
+        """Whether this process knows which kinds are in force."""
         return self._in_force is not None
 
     @property
     def waits(self) -> bool:
-        """Whether any observation waits until the kinds in force are known."""
+        """Whether any observation is held back until the kinds in force are known."""
         return bool(self._waiting)
 
     def passes(self, kind: str) -> bool:
-        """Return whether an observation of this kind may be published at this time."""
+        """Return whether an observation of this kind may be published now."""
         return kind in BASE_KINDS or kind in self._known_in_force
 
     @property
@@ -151,9 +153,10 @@ class Announcer:
     """Announces the kinds of facts that a process knows, and receives the kinds that are in force.
 
     Every few seconds the process publishes its `Known` on `live.known.ROLE.NAME`, and the leading controller replies with the
-    kinds in force on `live.kinds.NAME`. A process that may read the journal also reads the last `PolicyAdopted` from the
-    journal, because a controller of an older release does not reply. `workers` are the workers of a worker process, which may
-    not read the journal.
+    kinds in force on `live.kinds.NAME`. A controller of an older release does not reply. So a process also reads the last
+    `PolicyAdopted` from the journal, unless it is a worker process, which may not read the journal.
+
+    `workers` are the workers of a worker process. For other processes it is empty.
     """
 
     def __init__(
@@ -169,25 +172,19 @@ class Announcer:
         role, _, rest = source.partition(":")
         name = self._workers[0] if self._workers else rest.partition(":")[0]
         self._subject = subjects.known(role, name)
-        self._answers = subjects.kinds(name if self._workers else f"{role}-{name}")
+        self._answers = subjects.command("kinds", name if self._workers else f"{role}-{name}")
 
     async def run(self) -> None:
         """Announce the known kinds and update the gate with the kinds in force, until cancelled."""
-        await self._listen()
+        await when_connected(
+            partial(self._connection.subscribe, self._answers, self._heard), retry_s=UNINFORMED_S
+        )
         looking = [] if self._workers else [self._look()]
         await asyncio.gather(self._announce(), *looking)
 
     async def leave(self) -> None:
         """Announce that this process ends."""
         await self._publish(left=True)
-
-    async def _listen(self) -> None:
-        while True:
-            try:
-                await self._connection.subscribe(self._answers, self._heard)
-                return
-            except DISCONNECTED:
-                await asyncio.sleep(UNINFORMED_S)
 
     async def _announce(self) -> None:
         while True:
@@ -207,7 +204,7 @@ class Announcer:
         ours, found = new_kinds(), None
         while found is None or not ours <= found:
             await self._connection.up.wait()
-            with contextlib.suppress(JournalUnavailable, BrokerRefused, *DISCONNECTED):
+            with contextlib.suppress(JournalUnavailable, *DISCONNECTED):
                 found = await adopted(self._connection)
             if found is not None:
                 self._gate.learn(found)
@@ -221,9 +218,10 @@ class Announcer:
 
 
 async def adopted(connection: BrokerConnection) -> frozenset[str] | None:
-    """Return the kinds newer than 0.2.0 that are in force. Return None if the journal holds no `PolicyAdopted` decision.
+    """Return the kinds newer than 0.2.0 that the last `PolicyAdopted` decision allows. Return None if the journal has no such
+    decision.
 
-    Raise JournalUnavailable or BrokerRefused.
+    Raise JournalUnavailable if the broker does not answer.
     """
     event = await stream.last_on(connection, f"{subjects.DECIDED}.{PolicyAdopted.kind()}")
     if event is None or not isinstance(event.fact, PolicyAdopted):

@@ -1,16 +1,16 @@
 """Decodes messages of the stream, and detects messages that are not events of Holdfast.
 
 A process with permission to publish can put any message on the stream. Every reader skips the same messages: in the place of
-such a message it yields a `Skipped`, which is not folded. Whether a message is skipped depends on the message alone, so that
-the result is the same in every process, version and replay.
+such a message it yields a `Skipped`, which does not change the fleet's state. Whether a message is skipped depends on the
+message alone, so that the result is the same in every process, version and replay.
 
-    not an event            other headers, a body that is no such fact, an impossible value, another subject than the fact's,
-                            a decision that was not written under the fence
+    not an event            headers other than those of an event, a body that is not a fact of the stated kind, an impossible
+                            value, a subject other than the fact's, or a decision without the headers of `fence`
     perhaps a newer event   Holdfast's headers, and a kind or enum value that this version does not know: a reader that needs the
                             event stops (`StopsAt`), until Holdfast is upgraded or the event is quarantined (`EventQuarantined`)
 
-The fence of decisions counts every message on the decisions' subjects, valid or not. So a `Skipped` records whether its message
-is on one of these subjects.
+The fence is the broker's check that the writer of a decision has read the last decision. This check counts every message on the
+decisions' subjects, valid or not. So a `Skipped` records whether its message is on one of these subjects.
 """
 
 import re
@@ -40,15 +40,15 @@ _fenced = re.compile(
     rf"\r\n{FENCE}: [0-9]+\r\n{FENCE}-Subject: {re.escape(subjects.DECIDED_ALL)}\r\n"
     rf"|\r\nNats-Batch-Sequence: (?!1\r)".encode()
 ).search
-_Place = tuple[
-    type[Fact], Callable[[Any], Any], Any
-]  # a kind, the getter of the field that the kind's subject names, and the value of that field
+# a kind, the getter of the field that the kind's subject names, and the value of that field
+_Place = tuple[type[Fact], Callable[[Any], Any], Any]
 _places: dict[bytes, _Place] = {}  # the last correct observation on each subject; bounded
 _PLACES_MAX = 8192
 
 
 def read(seq: int, at: datetime, subject: bytes, headers: bytes | None, body: bytes) -> Recorded:
-    """Return the event of a message, or a `Skipped` if the message is not an event. Never raises for any message."""
+    """Return the event of a message, or a `Skipped` if the message is not an event. Never raises, whatever the message
+    contains."""
     try:
         event = codec.decode_written(seq, at, headers, body)
         if event is None:
@@ -70,8 +70,10 @@ def fence(after: int) -> dict[str, str]:
 
 
 def _check_place(fact: Fact, subject: bytes, headers: bytes) -> None:
-    """Raise BadEvent if the fact is on a wrong subject, or is a decision without the fence. Cache each correct subject of an
-    observation."""
+    """Raise BadEvent if the fact is on a wrong subject, or is a decision without the headers of `fence`.
+
+    Cache the subject of a correct observation, so that the next observation on this subject is checked faster.
+    """
     if isinstance(fact, Observation):
         named = attrgetter("entity" if fact.entity == "fleet" else fact.entity)
         codec.check_name(fact.entity, str(named(fact)))
@@ -103,13 +105,13 @@ def _skipped(
 def place_id(subject: bytes, body: bytes) -> str:
     """Return the id of a skipped message, computed from its subject and body.
 
-    So a recreated stream, with another message at that position, has another id there.
+    If a recreated stream has a different message at the same position, the ids differ. So a reader notices the change.
     """
     return f"skipped:{xxh3_64_hexdigest(subject + b' ' + body)}"
 
 
 def quarantined_event(event: Recorded, by: Recorded, id: str) -> Recorded:
-    """Return the `Skipped` that replaces the quarantined `event`, whether or not this version knows the event's kind.
+    """Return the `Skipped` that replaces the quarantined `event`, whether or not this version knows the kind of `event`.
 
     `by` is the `EventQuarantined`. `id` is the id of the skipped message (`place_id`).
     """
@@ -136,13 +138,15 @@ def quarantines(event: Recorded) -> int | None:
 
 
 def quarantine_subject(seq: int) -> str:
-    """Return the subject on which the event at this sequence of the stream is quarantined."""
+    """Return the subject of the message that quarantines the event at the sequence `seq` of the stream."""
     return QUARANTINES.replace("*", str(seq))
 
 
 def stops_reader(event: Recorded, stops_at: StopsAt) -> bool:
-    """Return whether a reader must stop at an event, because the event may be from a newer version and the reader needs it
-    (`stops_at`)."""
+    """Return whether a reader must stop at an event of a kind that this version of Holdfast does not know.
+
+    `stops_at` states for which of these events the reader stops: all of them, only the decisions, or none.
+    """
     fact = event.fact
     if not isinstance(fact, Skipped) or not fact.unknown:
         return False
@@ -150,7 +154,7 @@ def stops_reader(event: Recorded, stops_at: StopsAt) -> bool:
 
 
 def stops(event: Recorded) -> UnknownKind:
-    """Return the error that a reader raises when it stops at an event that may be from a newer version."""
+    """Return the error for a reader that stops at an event which may be from a newer version of Holdfast."""
     fact = event.fact
     assert isinstance(fact, Skipped)
     return UnknownKind(
@@ -160,7 +164,10 @@ def stops(event: Recorded) -> UnknownKind:
 
 
 def _may_be(subject: bytes, headers: bytes | None) -> bool:
-    """Return whether a message may be an event from a newer version, because its subject is the right one for its kind."""
+    """Return whether a message may be an event from a newer version of Holdfast.
+
+    This is so if its subject fits its kind. A decision must also have the headers of `fence`.
+    """
     kind = parse_headers(headers).get("ce-type", "").removeprefix(codec.TYPE_PREFIX)
     prefix, *rest = subject.decode("utf-8", "replace").removeprefix("fleet.").split(".")
     if prefix == "decided":

@@ -1,9 +1,8 @@
-"""The journal on NATS JetStream, which is used in production.
+"""The journal on NATS JetStream.
 
-`memory` is its test double. The two implementations pass one conformance suite.
-
-`publisher` publishes observations in order, with a spool and with retries. `append` writes decisions in one fenced write that
-is never retried. If the outcome of that write is unknown, the caller reads the journal again. `reader` reads all events.
+`publisher` publishes observations in order, with a spool and with retries. `append` writes decisions in one write, which the
+broker refuses if the caller has not read the last decision. That write is never retried. If its outcome is unknown, the caller
+must read the journal again. `reader` reads all events.
 """
 
 import asyncio
@@ -56,8 +55,6 @@ class NatsJournal(JournalReadAccess):
         connection: BrokerConnection,
         source: str,
         spool: Spool | None,
-        replicas: int | None,
-        append_deadline_s: float,
         make: bool,
         known: Known | None,
         workers: Sequence[str],
@@ -66,8 +63,7 @@ class NatsJournal(JournalReadAccess):
         self.source = source
         # why the stream cannot be trusted, or None; while this is set, facts are spooled
         self.fault: HoldfastError | None = None
-        self._replicas = replicas
-        self._append_deadline_s = append_deadline_s
+        self.append_deadline_s = APPEND_DEADLINE_S
         self._make = make
         self._number = 0
         self._acknowledged_position = AcknowledgedPosition(spool.directory / ACKNOWLEDGED if spool else None)
@@ -101,9 +97,7 @@ class NatsJournal(JournalReadAccess):
         spool_dir: Path | None = None,
         *,
         wait_s: float | None = None,
-        replicas: int | None = None,
         spool_bytes_max: int = BYTES_MAX,
-        append_deadline_s: float = APPEND_DEADLINE_S,
         make: bool = True,
         known: Known | None = None,
         workers: Sequence[str] = (),
@@ -112,11 +106,12 @@ class NatsJournal(JournalReadAccess):
         """Return a journal that publishes facts as `source` ("<role>:<name>"; the instance's id is appended).
 
         If the broker is unreachable for longer than `wait_s` (2 s by default), the journal continues to connect in the
-        background. Facts are spooled under `spool_dir`, or held in memory if `spool_dir` is None, while the broker is
-        unreachable or has no stream. A missing stream is created only with `make`, and only if no earlier stream is remembered.
+        background. While the broker is unreachable or has no stream, facts are spooled under `spool_dir`, or held in memory if
+        `spool_dir` is None. A missing stream is created only if `make` is set and this process knows of no earlier stream.
 
-        With `known` the process announces which kinds it knows, and holds back observations of kinds that are not in force.
-        `workers` are the workers of a worker process.
+        If `known` is set, the process announces which kinds it knows, and holds back observations of kinds that are not in
+        force. `workers` are the workers of a worker process. `stops_at` states at which events of unknown kinds a reader of
+        this journal stops: all of them, only the decisions, or none.
 
         Raise StreamRefused or JournalChanged if the stream cannot be trusted, SpoolUnusable if `spool_dir` cannot be written.
         """
@@ -127,9 +122,7 @@ class NatsJournal(JournalReadAccess):
         except SpoolUnusable:
             await connection.close()
             raise
-        journal = cls(
-            connection, f"{source}:{life}", spool, replicas, append_deadline_s, make, known, workers
-        )
+        journal = cls(connection, f"{source}:{life}", spool, make, known, workers)
         journal.stops_at = stops_at
         try:
             await journal._start()
@@ -142,7 +135,7 @@ class NatsJournal(JournalReadAccess):
         await self._publisher.start()
         self._intake = keys.uses_intake(self.connection.url)
         if self.connection.connected and not self._intake:
-            with contextlib.suppress(JournalUnavailable, broker.BrokerRefused):
+            with contextlib.suppress(JournalUnavailable):
                 await self._examine()
         self._tasks = [
             asyncio.create_task(self._serve(work)) for work in (self._publisher.run, self._publisher.keep)
@@ -151,7 +144,7 @@ class NatsJournal(JournalReadAccess):
             self._tasks.append(asyncio.create_task(self._serve(self._announcer.run)))
 
     async def _serve(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run one of the background loops. If a bug ends the loop, set `fault`, so that every later append fails and the bug
+        """Run one of the background loops. If a bug ends the loop, set `fault`. Every later append then fails, so that the bug
         is noticed."""
         try:
             await work()
@@ -160,24 +153,25 @@ class NatsJournal(JournalReadAccess):
             self.fault = HoldfastError(f"a background loop of the journal failed: {error!r}")
 
     async def _examine(self) -> None:
-        """Check that the stream can be trusted. Raise StreamRefused, JournalChanged or JournalUnavailable."""
+        """Check that the stream can be trusted.
+
+        Raise StreamRefused if its configuration is wrong, JournalChanged if it is another stream, or JournalUnavailable if the
+        broker does not answer.
+        """
         seen = self._acknowledged_position.seen
         make = self._make and seen is None and self.state is None
-        found = await stream.ensure(self.connection, self._replicas, make=make)
+        found = await stream.ensure(self.connection, make=make)
         if self.state is not None and found.created != self.state.created:
             raise JournalChanged(f"the stream was recreated at {found.created}. {JournalChanged.__doc__}")
-        try:
-            await self._acknowledged_position.check(self.connection, seen, found)
-        except broker.BrokerRefused as error:
-            raise JournalUnavailable(str(error)) from error
+        await self._acknowledged_position.check(self.connection, seen, found)
         self.state = self.state or found
         self.fault = None
 
     def _route(self, subject: str) -> str:
-        return subjects.said(self.connection.user, subject) if self._intake else subject
+        return subjects.fact_of_worker(self.connection.user, subject) if self._intake else subject
 
     async def _check(self) -> bool:
-        """Return whether facts may be sent to the broker. Called after each connection to the broker."""
+        """Return whether facts may be sent to the broker. Called each time the broker has been connected."""
         self._intake = keys.uses_intake(self.connection.url)
         try:
             await (self.end() if self._intake else self._examine())
@@ -191,7 +185,7 @@ class NatsJournal(JournalReadAccess):
                 log.warning("journal_has_no_stream", why=str(error))
             self.fault = error
             return False
-        except (JournalUnavailable, broker.BrokerRefused) as error:
+        except JournalUnavailable as error:
             log.debug("journal_unavailable", why=str(error))
             return False
         return True
@@ -243,7 +237,19 @@ class NatsJournal(JournalReadAccess):
         id, said_at = codec.new_id(), datetime.now(UTC)
 
         def publish(fact: Observation) -> None:
-            self._publisher.add(self._message(fact, id, said_at, correlation, causation, traceparent))
+            self._number += 1
+            headers = codec.encode_headers(
+                fact,
+                id=id,
+                source=self.source,
+                source_number=self._number,
+                said_at=said_at,
+                correlation=correlation,
+                causation=causation,
+                traceparent=traceparent,
+            )
+            subject, body = subjects.subject(fact), codec.encode_body(fact)
+            self._publisher.add(OutboxMessage(self._number, subject, headers, body))
 
         if self._gate is None:
             publish(fact)
@@ -252,36 +258,14 @@ class NatsJournal(JournalReadAccess):
         return id
 
     def withheld(self, command: str) -> bool:
-        """Return whether the observation that an operator's command led to was dropped.
+        """Return whether the observation that resulted from the operator's command with the id `command` was dropped.
 
-        `command` is the id of the command. An observation is dropped if its kind is not in force.
+        An observation is dropped if its kind is not in force (the fleet may not write it yet).
         """
         return self._gate is not None and self._gate.dropped_command(command)
 
-    def _message(
-        self,
-        fact: Observation,
-        id: str,
-        said_at: datetime,
-        correlation: str,
-        causation: str,
-        traceparent: str,
-    ) -> OutboxMessage:
-        self._number += 1
-        headers = codec.encode_headers(
-            fact,
-            id=id,
-            source=self.source,
-            source_number=self._number,
-            said_at=said_at,
-            correlation=correlation,
-            causation=causation,
-            traceparent=traceparent,
-        )
-        return OutboxMessage(self._number, subjects.subject(fact), headers, codec.encode_body(fact))
-
     def _renumber(self, message: OutboxMessage) -> OutboxMessage:
-        """Return the fact of `message` as a new fact of this source, with a new id and the source's next number."""
+        """Return the fact of `message` as a new fact of this process, with a new id and this process's next number."""
         self._number += 1
         id = codec.new_id()
         fresh = {"ce-id": id, "Nats-Msg-Id": id, "ce-source": self.source, "source-number": str(self._number)}
@@ -333,23 +317,20 @@ class NatsJournal(JournalReadAccess):
             raise JournalUnavailable
         fact = fact if self._gate is None else self._gate.in_words_in_force(fact)
         id = codec.new_id()
-        named = codec.encode_headers(
+        headers = codec.encode_headers(
             fact,
             id=id,
             source=self.source,
             source_number=0,  # this fact is not ordered among the facts that go through the spool
             said_at=datetime.now(UTC),
         )
+        headers[messages.FENCE] = str(after)
+        subject, body = subjects.subject(fact), codec.encode_body(fact)
         try:
-            with self.connection.expect() as (address, future):
-                async with asyncio.timeout(self._append_deadline_s):
-                    body, headers = codec.encode_body(fact), {**named, messages.FENCE: str(after)}
-                    client = self.connection.client
-                    await client.publish(subjects.subject(fact), body, address, headers)
-                    answer = await future
-            ack = broker.NO_RESPONDERS if answer.no_responders else broker.decode_ack(answer.body)
+            answer = await self.connection.request(subject, body, self.append_deadline_s, headers)
         except DISCONNECTED as error:
             raise JournalUnavailable(f"{error!r}: {JournalUnavailable.__doc__}") from error
+        ack = broker.decode_ack(answer.body)
         if ack.code in broker.WRONG_LAST_SEQUENCE:
             raise Fenced(f"{ack.error}: the last one is not at {after}. {Fenced.__doc__}")
         if ack.error:
@@ -358,16 +339,16 @@ class NatsJournal(JournalReadAccess):
         return id
 
     async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> tuple[Ack, str]:
-        """Publish one fenced decision, or an atomic batch of decisions. Return the broker's acknowledgement and the id of the
-        last decision.
+        """Publish one decision, or an atomic batch of decisions, unless the decisions' subjects have a message after `after`.
 
-        Raise JournalUnavailable.
+        Return the broker's acknowledgement and the id of the last decision. Raise JournalUnavailable if the outcome is
+        unknown, or if a decision is too large.
         """
         batch = codec.new_id() if len(decisions) > 1 else ""
         try:
             with self.connection.expect() as (address, future):
                 client = self.connection.client
-                async with asyncio.timeout(self._append_deadline_s):
+                async with asyncio.timeout(self.append_deadline_s):
                     for place, decision in enumerate(decisions, 1):
                         last = place == len(decisions)
                         headers = self._decision_headers(decision, through)

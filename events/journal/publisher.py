@@ -2,19 +2,20 @@
 
     observed ─▶ spool (a local file) ─▶ outbox ─▶ in flight ─▶ acknowledged
                                           ▲            │
-                                          └── timeout, refusal, reconnection: all are sent again, in order, with the same ids
+                                          └── timeout, refusal, reconnection: all in flight sent again in order, with their ids
 
 The arrows show the states of a fact. Several messages are in flight at once, because each acknowledgement costs the server an
 fsync. A long queue is sent as atomic batches instead, because the facts of a batch share one fsync. Single messages and batches
 are never in flight at the same time.
 
-If a message is refused while a later one is stored, the retry of the first message arrives after the second. Every fold drops a
-fact if its number is not above its source's last number, and would therefore drop the retry. The publisher detects this by the
-sequences in the acknowledgements, and publishes such a fact again under a new number.
+If a message is refused and a later message is stored, the retry of the refused message arrives after the later one. Every
+reader that computes the fleet's state (`events.order`) drops a fact if its number is not above its source's last number. Such a
+reader would therefore drop the retry. The publisher detects the wrong order by the sequences in the acknowledgements, and
+publishes the fact again under a new number.
 
-Folds remember a source for a limited time (`events.order`). After that time a fold cannot distinguish a repeated fact from a
-new one, so no fact is sent again after half of that time. So the facts of a killed process can be sent for a week. Older facts
-are dropped, counted and logged.
+Those readers remember a source's last number for 14 days. After that time they cannot distinguish a repeated fact from a new
+one. So the publisher sends a fact again for at most half of that time, which is a week. It drops, counts and logs older facts,
+including those that a killed process left.
 """
 
 import asyncio
@@ -60,8 +61,8 @@ class OutboxEntry:
 
 
 class Outbox:
-    """Holds the observed facts that are not acknowledged yet, in order, in memory and in the spool. Its size in bytes is
-    bounded.
+    """Holds the observed facts that are not acknowledged yet, in order, in memory and in the spool. The total size of the
+    facts is bounded.
 
     Every fact has a token, a number that increases in the order of observation. Facts that earlier processes left have the
     lowest tokens.
@@ -153,7 +154,8 @@ class Outbox:
             self._spool.forget_earlier()
 
     def overtaken(self, message: OutboxMessage, seq: int) -> bool:
-        """Return whether a later fact of the same source was stored before this fact, so that every fold drops this fact.
+        """Return whether a later fact of the same source was stored before this fact. If so, all readers would drop this fact
+        as a duplicate.
 
         `seq` is the sequence at which this fact was stored.
         """
@@ -183,7 +185,7 @@ class Outbox:
         return True
 
     def sync(self) -> None:
-        """Sync the facts that wait for their acknowledgement to disk."""
+        """Sync to disk the facts that are not acknowledged yet."""
         if self._spool is not None and self._open:
             self._spool.sync()
 
@@ -204,8 +206,6 @@ KEEP_EVERY_S = 0.6
 GIVEN_UP = (broker.MESSAGE_TOO_LARGE, broker.INTAKE_REFUSES)
 REPEATED_FOR = REMEMBERED / 2  # age up to which a fact is sent again; see the module's docstring
 
-log = structlog.get_logger(__name__)
-
 
 class Publisher:
     """Sends the facts in the outbox to the broker. `add` never waits."""
@@ -221,8 +221,12 @@ class Publisher:
         check: Callable[[], Awaitable[bool]],
         route: Callable[[str], str] = str,
     ) -> None:
-        """`route` maps a subject of the stream to the subject to publish on: the same subject, or that of a controller's
-        fact intake."""
+        """Prepare to send. `renumber` returns a fact under a new number, and `check` returns whether facts may be sent to the
+        broker.
+
+        `route` maps the subject of a fact on the stream to the subject to publish on: the same subject, or that of a
+        controller's fact intake.
+        """
         self.outbox = outbox
         self._route = route
         self._connection = connection
@@ -270,7 +274,7 @@ class Publisher:
         try:
             client = self._connection.client
             subject = self._route(message.subject)
-            if not client.say(subject, message.body, f"{self._inbox}.{token}", message.headers):
+            if not client.publish_now(subject, message.body, f"{self._inbox}.{token}", message.headers):
                 return False
         except MaxPayloadError:
             return False  # `run` drops the fact
@@ -287,8 +291,11 @@ class Publisher:
         return await self.outbox.flush(deadline_s, self._away)
 
     async def keep(self) -> None:
-        """Forever save what a restart after a power failure needs: the acknowledged position and, without a broker, the
-        waiting facts."""
+        """Save the acknowledged position after each change. While the broker is unreachable, also sync the waiting facts to
+        disk.
+
+        Runs until cancelled. After a power failure, the restarted process needs the saved position and the synced facts.
+        """
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
             if self._acknowledged_position.unsaved:
@@ -297,7 +304,7 @@ class Publisher:
                 await asyncio.to_thread(self.outbox.sync)
 
     async def run(self) -> None:
-        """Forever send the facts that wait, and send a fact again if it is not acknowledged in time."""
+        """Send the facts that wait, and send a fact again if it is not acknowledged in time. Runs until cancelled."""
         loop = asyncio.get_running_loop()
         self._wake.set()  # check at once whether the broker can be trusted
         while True:
@@ -355,18 +362,19 @@ class Publisher:
             self._pause(now)
 
     def _goes_as_batch(self) -> bool:
-        """Return whether the queue is sent as an atomic batch. A queue for a fact intake is not, because the intake accepts
-        only single facts."""
+        """Return whether to send the queue as an atomic batch.
+
+        Facts for a controller's fact intake are always sent one by one, because the intake accepts no batches.
+        """
         many = self._batches and self._singly <= 0 and len(self._waiting) >= BATCH_MIN
         return many and self._route(OBSERVED) == OBSERVED
 
     def _due(self, token: int) -> OutboxEntry | None:
-        """Return the entry of a fact to send. Return None if the fact has been acknowledged meanwhile, or is too old to be
-        sent again."""
+        """Return the outbox entry of the fact with this token. Return None if the fact has been acknowledged meanwhile, or is too
+        old to be sent again."""
         entry = self.outbox.get(token)
-        if entry is None or (
-            entry.own and not entry.sent_at
-        ):  # a fact that was never sent cannot be a duplicate, so its age does not matter
+        # a fact that was never sent cannot be a duplicate, so its age does not matter
+        if entry is None or (entry.own and not entry.sent_at):
             return entry
         if datetime.now(UTC) - datetime.fromisoformat(entry.message.headers["ce-time"]) <= REPEATED_FOR:
             return entry
@@ -446,13 +454,12 @@ class Publisher:
         if ack.code in GIVEN_UP and len(tokens) == 1:
             self._flight.pop(tokens[0])
             if self.outbox.get(tokens[0]) is not None:
-                self.outbox.give_up(tokens[0], ack.said or "it is larger than the stream accepts")
+                self.outbox.give_up(tokens[0], ack.error_text or "it is larger than the stream accepts")
             return
         if ack.code in broker.BATCH_DISABLED:
             self._batches = False
-        if (
-            len(tokens) > 1
-        ):  # some may be stored already; sent one by one, the broker recognises them by their ids
+        # some may be stored already; sent one by one, the broker recognises them by their ids
+        if len(tokens) > 1:
             self._singly = len(tokens)
         self._rewind()
         if ack.code == broker.NO_RESPONDERS.code:
@@ -462,7 +469,7 @@ class Publisher:
             self._pause(asyncio.get_running_loop().time())
 
     def _rewind(self) -> None:
-        """Return all facts in flight to the front of the queue."""
+        """Move all facts in flight back to the front of the queue."""
         again = sorted(token for token in self._flight if self.outbox.get(token) is not None)
         self._counters.retried += len(again)
         self._flight.clear()

@@ -1,14 +1,15 @@
 """Reads the stream: every event once, in order, forever, as fast as the events can be decoded.
 
 The reader uses one ephemeral pull consumer without acknowledgements or filter. It sends the next request before the messages of
-the last request are used up. The consumer can stop delivering, because a restarted broker no longer has the consumer or a route
-was lost. So the broker sends idle heartbeats, and a reader that misses them creates a new consumer after the last event read.
-If the broker now holds another event at that position, it lost acknowledged events or has another stream. Reading on would then
-fold two histories into one.
+the last request are used up. If a restarted broker no longer has the consumer, or if a route is lost, no message arrives.
+So the broker sends idle heartbeats. If they stop, the reader creates a new consumer that starts after the last event read. If
+the broker now holds another event at the position of the last event read, it lost acknowledged events or has another stream.
+Reading on would mix two histories, so the reader raises JournalChanged.
 
-Messages that are not events of Holdfast are skipped (`events.journal.messages`). Before the reader stops at an event that may
-be from a newer version, it asks the broker whether the event is quarantined. It also asks for each sequence with a quarantine
-message.
+Messages that are not events of Holdfast are skipped (`events.journal.messages`). An operator can quarantine an event by a message
+on the stream, and every reader then skips that event. In two cases the reader asks the broker whether an event is quarantined.
+The first case is an event that may be from a newer version, at which the reader would stop. The second is an event for which the
+stream has a message on the subject of its quarantine.
 """
 
 import asyncio
@@ -16,7 +17,6 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import msgspec
@@ -24,7 +24,7 @@ import structlog
 
 from events import codec, subjects
 from events.fact import Observation, Recorded, Skipped
-from events.journal import broker, messages, stream
+from events.journal import messages, stream
 from events.journal.broker import API, BrokerRefused, ask, delivered, parse_headers
 from events.journal.counters import JournalCounters
 from events.journal.port import JournalChanged, JournalDropped, JournalUnavailable, Reopen, StopsAt, StreamEnd
@@ -41,8 +41,7 @@ EXPIRES_S = 60.0
 FORGOTTEN_AFTER_S = 30.0  # the broker deletes a consumer without requests after this time
 RETRY_S = 0.1
 
-UNANSWERED: tuple[type[Exception], ...] = (JournalUnavailable, BrokerRefused, *DISCONNECTED)
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+UNANSWERED: tuple[type[Exception], ...] = (JournalUnavailable, *DISCONNECTED)
 _names = itertools.count(1)
 
 log = structlog.get_logger(__name__)
@@ -50,8 +49,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class _Inbox:
-    """The messages that have arrived and are not decoded yet. A non-empty `stale` means that a new consumer is needed, and
-    why."""
+    """The messages that have arrived and are not decoded yet. `stale` is the reason why a new consumer is needed, or empty."""
 
     waiting: list[tuple[bytes, bytes, bytes, bytes | None]] = field(default_factory=list)
     flag: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,16 +57,15 @@ class _Inbox:
     stale: str = ""
 
     def take(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
-        """Add an arrived message, or process the status that the broker sends instead. Called in the connection's read loop."""
+        """Add an arrived message, or process the broker's status message about the reader's last request for messages. Called
+        in the connection's read loop."""
         if reply.startswith(b"$JS.ACK"):
             self.waiting.append((subject, reply, data, headers))
             self.outstanding -= 1
         else:
             status = parse_headers(headers)
-            if status.get("Status") in (
-                "404",
-                "408",
-            ):  # the request has ended, and its remaining events will not arrive
+            # the request has ended, and its remaining events will not arrive
+            if status.get("Status") in ("404", "408"):
                 self.outstanding -= int(status.get("Nats-Pending-Messages", REQUEST))
             elif status.get("Status") != "100":
                 self.stale = f"{status.get('Status')} {status.get('Description', '')}"
@@ -76,7 +73,7 @@ class _Inbox:
 
 
 class JournalReader:
-    """Reads the stream once, from a position on."""
+    """Reads the events of the stream after a given position, each exactly once and in order."""
 
     def __init__(
         self,
@@ -88,8 +85,13 @@ class JournalReader:
         stops_at: StopsAt,
         look_up: bool = False,
     ) -> None:
-        """Prepare to read the events after the sequence `after`. With `look_up`, also query the quarantine of events at
-        which this reader does not stop."""
+        """Prepare to read the events after the sequence `after`.
+
+        `created` is the creation time of the stream that must be read. None accepts the first stream that is found.
+
+        With `look_up`, ask the broker about the quarantine of every event that may be from a newer version of Holdfast. This
+        includes events at which this reader does not stop.
+        """
         self._connection = connection
         self._counters = counters
         self._created = created
@@ -106,7 +108,11 @@ class JournalReader:
         self._consumer = ""
 
     async def read(self, until: int | None) -> AsyncGenerator[Sequence[Recorded], None]:
-        """Yield lists of events, up to the sequence `until` or forever. Raise UnknownKind or JournalChanged."""
+        """Yield lists of events, up to the sequence `until` or forever.
+
+        Raise UnknownKind at an event that this reader needs and cannot decode. Raise JournalChanged if the stream was replaced
+        or has lost events, or JournalDropped if its bounds dropped the next events.
+        """
         self._connection.listen(self._connection_changed)
         try:
             while until is None or self._after < until:
@@ -130,7 +136,10 @@ class JournalReader:
     # --- the consumer -------------------------------------------------------------------------------------------------
 
     async def _renew(self) -> None:
-        """Create a consumer that continues at the current position, and retry until this succeeds. Raise JournalChanged."""
+        """Create a consumer that continues at the current position, and retry until this succeeds.
+
+        Raise JournalChanged if the stream is no longer the one that was read, or JournalDropped if the next events are gone.
+        """
         while True:
             try:
                 await self._leave()
@@ -162,9 +171,8 @@ class JournalReader:
 
     async def _check_last(self) -> None:
         found = await stream.id_at(self._connection, self._after)
-        if (
-            found is not None and found != self._last_id
-        ):  # None: the event was dropped at the operator's retention bounds
+        # None: the event was dropped at the operator's retention bounds
+        if found is not None and found != self._last_id:
             raise JournalChanged(
                 f"event {self._after} was {self._last_id} and is now {found or 'another'}: the broker has lost "
                 f"events that it had acknowledged. {JournalChanged.__doc__}"
@@ -217,9 +225,8 @@ class JournalReader:
                 client = self._connection.client
                 await client.publish(subject, b"")
             except DISCONNECTED:
-                log.debug(
-                    "consumer_left_behind", consumer=consumer
-                )  # the broker deletes an unused consumer after 30 s
+                # the broker deletes an unused consumer after 30 s
+                log.debug("consumer_left_behind", consumer=consumer)
 
     def _connection_changed(self, connected: bool) -> None:
         self._inbox.stale = "reconnected" if connected else "disconnected"
@@ -241,7 +248,7 @@ class JournalReader:
                 inbox.stale = inbox.stale or "silent"
 
     async def _top_up(self) -> None:
-        """Request more events before the last request is used up, unless the caller reads more slowly than they arrive."""
+        """Request more events before the last request is used up, unless many arrived events still wait for the caller."""
         inbox = self._inbox
         if inbox.outstanding > LOW or len(inbox.waiting) > REQUEST:
             return
@@ -251,7 +258,7 @@ class JournalReader:
             inbox.stale = inbox.stale or repr(error)
 
     def _gap(self, seq: int) -> None:
-        """Mark the consumer as stale, so that a new one reads again from the current position.
+        """Mark the consumer as stale, so that a new consumer reads again from the current position.
 
         Raise JournalChanged if the same gap was found before, because then the broker itself lacks the event.
         """
@@ -264,7 +271,7 @@ class JournalReader:
         self._inbox.stale = self._inbox.stale or f"gap: {seq} follows {self._after}"
 
     async def _look_up(self, seq: int) -> None:
-        """Query the broker for the quarantine of the event at this sequence."""
+        """Query the broker whether the event at this sequence is quarantined, and store the result."""
         try:
             self._quarantines[seq] = await stream.quarantine(self._connection, seq)
         except UNANSWERED as error:
@@ -273,20 +280,19 @@ class JournalReader:
     def _decode(self, until: int | None) -> tuple[list[Recorded], int]:
         """Decode the arrived messages, up to `until`, and check them for gaps.
 
-        Return the events, and the sequence of the next message if its quarantine must be queried before it can be yielded (0:
-        no query). Raise UnknownKind.
+        Return the events. Also return the sequence of the next message if the broker must first be asked whether that message
+        is quarantined, else 0. Raise UnknownKind at an event at which this reader must stop.
         """
         inbox = self._inbox
         taken, inbox.waiting = inbox.waiting[:BATCH_MAX], inbox.waiting[BATCH_MAX:]
         events: list[Recorded] = []
         for place, (subject, reply, body, raw) in enumerate(taken):
-            seq, nanoseconds = delivered(reply)
+            seq, at = delivered(reply)
             if seq != self._after + 1:
                 self._gap(seq)
                 break
             if until is not None and seq > until:
                 break
-            at = _EPOCH + timedelta(0, 0, nanoseconds // 1000)
             event = messages.read(seq, at, subject, raw, body)
             id = event.id
             if event.fact.__class__ is Skipped or seq in self._perhaps_quarantined:
@@ -304,7 +310,7 @@ class JournalReader:
         """Return the event to yield, or the `Skipped` that replaces it. Return None if the event's quarantine must be queried
         first.
 
-        Raise UnknownKind.
+        Raise UnknownKind if this reader must stop at the event.
         """
         seq, unknown = event.seq, messages.stops_reader(event, self._looks_up)
         if (unknown or seq in self._perhaps_quarantined) and seq not in self._quarantines:
@@ -318,7 +324,8 @@ class JournalReader:
 
 
 class JournalReadAccess:
-    """Read access to the stream FLEET over one connection: events and stream state. `NatsJournal` adds writing."""
+    """Read access to the events and the state of the stream FLEET, over one connection. The subclass `NatsJournal` adds
+    writing."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self.counters = JournalCounters()
@@ -343,13 +350,10 @@ class JournalReadAccess:
 
     async def of_kind(self, kind: type[Observation], after: int = 0) -> AsyncIterator[Recorded]:
         subject = subjects.of_all(kind)
-        try:
-            while (event := await stream.next_on(self.connection, subject, after)) is not None:
-                after = event.seq
-                if isinstance(event.fact, kind):
-                    yield event
-        except broker.BrokerRefused as error:
-            raise JournalUnavailable(str(error)) from error
+        while (event := await stream.next_on(self.connection, subject, after)) is not None:
+            after = event.seq
+            if isinstance(event.fact, kind):
+                yield event
 
     async def first_seq(self) -> int:
         return max(1, (await self.stream_state()).first_seq)
@@ -362,34 +366,28 @@ class JournalReadAccess:
         return StreamEnd(state.last_seq, state.at)
 
     async def stream_state(self) -> StreamState:
-        """Return the stream's current state, as the broker reports it. Raise JournalUnavailable."""
-        try:
-            return await stream.state(self.connection)
-        except broker.BrokerRefused as error:
-            raise JournalUnavailable(str(error)) from error
+        """Return the stream's current state, as the broker reports it. Raise JournalUnavailable if the broker does not answer."""
+        return await stream.state(self.connection)
 
     async def consumer_names(self) -> list[str]:
-        """Return the names of the stream's consumers. Raise JournalUnavailable."""
-        try:
-            return await stream.consumer_names(self.connection)
-        except broker.BrokerRefused as error:
-            raise JournalUnavailable(str(error)) from error
+        """Return the names of the stream's consumers. Raise JournalUnavailable if the broker does not answer."""
+        return await stream.consumer_names(self.connection)
 
     async def usage(self, *, growth: bool = True) -> JournalUsage:
-        """Return the stream's size on the broker and, with `growth`, its growth rate.
+        """Return the stream's size on the broker and, if `growth` is set, its growth rate.
 
-        Raise JournalUnavailable, or its subclass JournalGone if the broker has no stream.
+        Raise JournalUnavailable if the broker does not answer, or its subclass JournalGone if the broker has no stream.
         """
         try:
             return await usage(self.connection, growth=growth)
-        except broker.BrokerRefused as error:
+        except BrokerRefused:
             await self.stream_state()  # raises JournalGone if the broker has no stream
-            raise JournalUnavailable(str(error)) from error
+            raise
 
 
 @asynccontextmanager
 async def _reopened(url: str, name: str, state: StreamState | None) -> AsyncIterator[JournalReadAccess]:
-    """Yield read access to the same stream over a new connection, for another process."""
+    """Yield read access over a new connection, for another process. `state` describes the stream that must be read."""
     connection = await BrokerConnection.open(url, name)
     try:
         reading = JournalReadAccess(connection)

@@ -1,8 +1,9 @@
 """The spool: a local file of unacknowledged facts, so that a killed process loses no fact.
 
 A fact is written to the spool when it is observed, and marked when it is acknowledged, whether or not the broker is reachable.
-So the file of a killed process holds all of its unacknowledged facts. It may also hold a few acknowledged facts, which are
-recognised by their ids. The next process with the same directory sends these facts first.
+So the file of a killed process holds all of its unacknowledged facts. The next process with the same directory sends the facts in
+the file first. The file can also hold a few acknowledged facts, which are then sent twice. For two minutes the broker recognises
+them as duplicates, by their ids. Later the readers recognise them, by their source numbers.
 
     record = kind (1 byte) · length (4) · CRC-32 of the body (4) · CRC-32 of these nine bytes (4) · body
 
@@ -44,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 class OutboxMessage(msgspec.Struct, array_like=True):
-    """One fact as it will be published. The spool holds the same subject, headers and body as the wire."""
+    """One fact as it will be published. The spool stores the same subject, headers and body as the published message has."""
 
     number: int  # the fact's number, counted by its source
     subject: str
@@ -58,7 +59,7 @@ _decode = msgspec.msgpack.Decoder(OutboxMessage).decode
 
 @dataclass
 class SpoolContent:
-    """What could be read from one spool file."""
+    """The part of one spool file that could be read."""
 
     messages: list[OutboxMessage] = field(default_factory=list)
     acked: int = 0  # all facts up to this number are acknowledged
@@ -67,7 +68,8 @@ class SpoolContent:
 
 
 def scan(data: bytes) -> Iterator[tuple[int, bytes] | None]:
-    """Yield the kind and the body of each record, or None for each damaged part. Raise EOFError at a torn tail."""
+    """Yield the kind and the body of each record, or None for each damaged part. Raise EOFError if the last record is
+    incomplete."""
     offset = 0
     while offset < len(data):
         header = data[offset : offset + _HEADER_BYTES]
@@ -133,13 +135,14 @@ class _Segment:
 class Spool:
     """The spool files of this process, and those that earlier processes left in the same directory.
 
-    Acknowledgements arrive in order, so one number marks all facts up to that number.
+    Acknowledgements arrive in order, so one stored number suffices: all facts up to that number are acknowledged.
     """
 
     def __init__(
         self, directory: Path, life: str, *, bytes_max: int = BYTES_MAX, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """Create the first spool file. `life` is the id of this process instance. Raise SpoolUnusable."""
+        """Create the first spool file. `life` is the id of this process instance. Raise SpoolUnusable if the file cannot be
+        created."""
         self._segment_bytes = segment_bytes
         self.directory = directory
         self.life = life
@@ -162,8 +165,8 @@ class Spool:
         self._segments.append(_Segment(path, file))
 
     def take_over(self) -> list[OutboxMessage]:
-        """Return the unacknowledged facts that killed processes left, the oldest first. `forget_earlier` removes their
-        files."""
+        """Return the unacknowledged facts that killed processes left, the oldest first. The files stay until `forget_earlier`
+        removes them."""
         lives: dict[str, list[Path]] = {}
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             life = path.name.split(".")[0]
@@ -201,28 +204,24 @@ class Spool:
         self._earlier.clear()
 
     def put(self, message: OutboxMessage) -> bool:
-        """Write one fact. Return False if the fact does not fit into the spool, or the file system refused the write."""
+        """Write one fact. Return False if the spool has no room for the fact, or if the file system refused the write."""
         body = _encode(message)
         held = sum(segment.bytes for segment in self._segments)
         if held + len(body) > self.bytes_max or len(body) > RECORD_BYTES_MAX:
             return False
-        if self._segments[-1].bytes > self._segment_bytes and not self._grown():
+        try:
+            if self._segments[-1].bytes > self._segment_bytes:
+                self._grow()
+        except OSError as error:
+            self._failed(self.directory, error)
             return False
         if not self._write(FACT, body):
             return False
         self._segments[-1].last = message.number
         return True
 
-    def _grown(self) -> bool:
-        try:
-            self._grow()
-        except OSError as error:
-            self._failed(self.directory, error)
-            return False
-        return True
-
     def mark(self, number: int, *, empty: bool) -> None:
-        """Mark all facts up to `number` as acknowledged. With `empty`, all facts are acknowledged, so a large file is
+        """Mark all facts up to `number` as acknowledged. If `empty` is set, all facts are acknowledged, so a large file is
         truncated."""
         newest = self._segments[-1]
         try:
@@ -249,7 +248,7 @@ class Spool:
                 self._failed(segment.path, error)
 
     def close(self, *, empty: bool) -> None:
-        """Close the files. With `empty`, also remove this process's files, because all of their facts are acknowledged."""
+        """Close the files. If `empty` is set, also remove this process's files, because all of their facts are acknowledged."""
         for segment in self._segments:
             if empty:
                 self._drop(segment)
@@ -270,9 +269,8 @@ class Spool:
         record = b"".join((head, _CRC.pack(zlib.crc32(head)), body))
         try:
             written = os.write(segment.file, record)
-            if written < len(
-                record
-            ):  # the disk is full: remove the fragment, because it would hide later records
+            # the disk is full: remove the fragment, because it would hide later records
+            if written < len(record):
                 os.ftruncate(segment.file, segment.bytes)
                 raise OSError("short write")
         except OSError as error:

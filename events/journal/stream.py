@@ -1,7 +1,8 @@
 """Creates the stream FLEET, and checks that its configuration can be trusted.
 
 A server silently drops configuration fields that it does not know, and an operator may have created the stream by hand. So the
-configuration is read back and compared. A difference that breaks a guarantee of the journal is refused with the reason.
+configuration is read back and compared. The stream is refused, with the reason, if a difference breaks a guarantee of the
+journal.
 """
 
 import re
@@ -21,6 +22,7 @@ from events.journal.broker import (
     BrokerRefused,
     ask,
     parse_headers,
+    stored_message,
 )
 from events.journal.messages import QUARANTINES, quarantine_subject, quarantines, read
 from events.journal.port import JournalGone, JournalUnavailable
@@ -31,13 +33,19 @@ from events.nats.urls import masked
 DUPLICATE_WINDOW_S = 120  # not essential, because folds detect duplicates by source number
 REPLICAS = 3  # of a stream in a cluster
 LOOKED_AT_MAX = 100  # messages read on a quarantine's subject to find the first valid one
+# the settings that must have the values of `stream_config`
+GUARANTEES = [
+    "retention",
+    "storage",
+    "discard",
+    "deny_delete",
+    "deny_purge",
+    "allow_atomic",
+    "max_msgs_per_subject",
+]
 PLACE = re.compile("[0-9]{1,18}").fullmatch  # matches a stream sequence
-NOT_YET = (
-    10005,
-    10008,
-    10023,
-    10049,
-)  # no suitable peers, no leader, no resources, no store: all may be temporary
+# no suitable peers, no leader, no resources, no store: all may be temporary
+NOT_YET = (10005, 10008, 10023, 10049)
 
 log = structlog.get_logger(__name__)
 
@@ -53,14 +61,11 @@ class StreamState:
     created: str
     first_seq: int
     last_seq: int
-    replicas: int
-    bytes: int
-    bytes_max: int  # -1: only the disk limits the size
     at: datetime  # when the broker measured the state, by the clock that stamps the stream's events
     quarantined: frozenset[int] = frozenset()  # sequences with a quarantine message; only from `state`
 
 
-def wanted(replicas: int) -> Json:
+def stream_config(replicas: int) -> Json:
     """Return the configuration with which the stream is created."""
     return {
         "name": subjects.STREAM,
@@ -88,22 +93,10 @@ def differences(config: Json, replicas: int) -> list[str]:
     """Return descriptions of those parts of a stream's configuration that break a guarantee of the journal.
 
     Limits (age, bytes) are the operator's choice and are not compared. A reader notices dropped events and starts from a later
-    snapshot (`events.journal.bounds`). A stream with limits may drop its oldest events to store new ones.
+    snapshot (`events.journal.bounds`). The field `discard` is compared only for a stream without limits. A stream with
+    limits is allowed to drop its oldest events to store new ones.
     """
-    must = {
-        name: value
-        for name, value in wanted(replicas).items()
-        if name
-        in (
-            "retention",
-            "storage",
-            "discard",
-            "deny_delete",
-            "deny_purge",
-            "allow_atomic",
-            "max_msgs_per_subject",
-        )
-    }
+    must = {name: value for name, value in stream_config(replicas).items() if name in GUARANTEES}
     if config.get("max_bytes", -1) > 0 or config.get("max_age", 0) > 0:
         must.pop("discard")
     found = [
@@ -123,19 +116,17 @@ def differences(config: Json, replicas: int) -> list[str]:
 
 
 def replicas_for(connection: BrokerConnection) -> int:
-    """Return the number of replicas for a stream on this broker: 3 in a cluster, even if fewer nodes are up, else 1."""
+    """Return the number of replicas for a stream on this broker: 1, or 3 in a cluster, even if fewer nodes are up."""
     return REPLICAS if connection.client.clustered else 1
 
 
-async def ensure(
-    connection: BrokerConnection, replicas: int | None = None, *, make: bool = True
-) -> StreamState:
-    """Create the stream if it does not exist, read its configuration back and return its state.
+async def ensure(connection: BrokerConnection, *, make: bool = True) -> StreamState:
+    """Create the stream if it does not exist and `make` is set. Then read its configuration back and return its state.
 
-    Raise StreamRefused if the stream cannot be trusted, JournalUnavailable, or JournalGone if the stream does not exist and
-    `make` is not set.
+    Raise StreamRefused if the stream cannot be trusted, JournalUnavailable if the broker does not answer, or JournalGone if
+    the stream does not exist and `make` is not set.
     """
-    replicas = replicas or replicas_for(connection)
+    replicas = replicas_for(connection)
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     except BrokerRefused as error:
@@ -158,7 +149,7 @@ async def ensure(
 
 async def _create(connection: BrokerConnection, replicas: int) -> Json:
     try:
-        answer = await ask(connection, f"STREAM.CREATE.{subjects.STREAM}", wanted(replicas), 10.0)
+        answer = await ask(connection, f"STREAM.CREATE.{subjects.STREAM}", stream_config(replicas), 10.0)
         log.info("stream_created", stream=subjects.STREAM, replicas=replicas)
         return answer
     except BrokerRefused as error:
@@ -167,16 +158,15 @@ async def _create(connection: BrokerConnection, replicas: int) -> Json:
                 f"the stream {subjects.STREAM} cannot be created with {replicas} replicas yet: {error}. "
                 f"A cluster needs {REPLICAS} nodes with JetStream and room on their disks."
             ) from error
-        if (
-            error.code != STREAM_EXISTS
-        ):  # STREAM_EXISTS: another process created the stream first, with other replicas
+        # STREAM_EXISTS: another process created the stream first, with other replicas
+        if error.code != STREAM_EXISTS:
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be created: {error}") from error
         return await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
 
 
 async def state(connection: BrokerConnection) -> StreamState:
-    """Return the stream's current state. Raise BrokerRefused, JournalUnavailable, or its subclass JournalGone if there is no
-    stream."""
+    """Return the stream's current state. Raise JournalUnavailable if the broker does not answer, or its subclass JournalGone
+    if there is no stream."""
     try:
         request = {"subjects_filter": QUARANTINES}
         return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}", request))
@@ -193,8 +183,10 @@ def _gone(connection: BrokerConnection) -> JournalGone:
 
 
 async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
-    """Return the event that quarantines the event at `seq`, or None if no event does. Raise JournalUnavailable or
-    BrokerRefused."""
+    """Return the event that quarantines the event at the sequence `seq`, or None if that event is not quarantined.
+
+    Raise JournalUnavailable if the broker does not answer.
+    """
     subject, after = quarantine_subject(seq), seq
     for _ in range(LOOKED_AT_MAX):
         event = await next_on(connection, subject, after)
@@ -207,17 +199,11 @@ async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
 async def next_on(connection: BrokerConnection, subject: str, after: int) -> Recorded | None:
     """Return the first event on a subject with a sequence above `after`, or None if there is no such event.
 
-    Raise JournalUnavailable or BrokerRefused.
+    Raise JournalUnavailable if the broker does not answer.
     """
-    try:
-        answer = await ask(
-            connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": after + 1, "next_by_subj": subject}
-        )
-    except BrokerRefused as error:
-        if error.code == MESSAGE_NOT_FOUND:
-            return None
-        raise
-    return _stored(answer["message"])
+    query = {"seq": after + 1, "next_by_subj": subject}
+    found = await stored_message(connection, subjects.STREAM, query)
+    return None if found is None else _stored(found)
 
 
 def _stored(found: Json) -> Recorded:
@@ -231,18 +217,15 @@ def _stored(found: Json) -> Recorded:
 
 
 async def last_on(connection: BrokerConnection, subject: str) -> Recorded | None:
-    """Return the newest event on a subject, or None if the subject has none. Raise JournalUnavailable or BrokerRefused."""
-    try:
-        answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"last_by_subj": subject})
-    except BrokerRefused as error:
-        if error.code in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
-            return None
-        raise
-    return _stored(answer["message"])
+    """Return the newest event on a subject, or None if the subject has none. Raise JournalUnavailable if the broker does not
+    answer."""
+    query, absent = {"last_by_subj": subject}, (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND)
+    found = await stored_message(connection, subjects.STREAM, query, absent=absent)
+    return None if found is None else _stored(found)
 
 
 async def consumer_names(connection: BrokerConnection) -> list[str]:
-    """Return the names of all consumers of the stream. Raise JournalUnavailable or BrokerRefused."""
+    """Return the names of all consumers of the stream. Raise JournalUnavailable if the broker does not answer."""
     found: list[str] = []
     while True:
         answer = await ask(connection, f"CONSUMER.NAMES.{subjects.STREAM}", {"offset": len(found)})
@@ -254,25 +237,17 @@ async def consumer_names(connection: BrokerConnection) -> list[str]:
 
 async def id_at(connection: BrokerConnection, seq: int) -> str | None:
     """Return the `ce-id` of the message at `seq` ("" if the message has none), or None if no message is stored there."""
-    try:
-        answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": seq})
-    except BrokerRefused as error:
-        if error.code == MESSAGE_NOT_FOUND:
-            return None
-        raise
-    return parse_headers(b64decode(answer["message"].get("hdrs", ""))).get("ce-id", "")
+    found = await stored_message(connection, subjects.STREAM, {"seq": seq})
+    return None if found is None else parse_headers(b64decode(found.get("hdrs", ""))).get("ce-id", "")
 
 
 def _state(answer: Json) -> StreamState:
-    config, state = answer["config"], answer["state"]
+    state = answer["state"]
     named = (subject.split(".")[3] for subject in state.get("subjects") or ())
     return StreamState(
         created=answer["created"],
         first_seq=state["first_seq"],
         last_seq=state["last_seq"],
-        replicas=config.get("num_replicas", 1),
-        bytes=state["bytes"],
-        bytes_max=config.get("max_bytes", -1),
         at=datetime.fromisoformat(answer["ts"]),
         quarantined=frozenset(int(place) for place in named if PLACE(place)),
     )

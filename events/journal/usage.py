@@ -5,15 +5,14 @@ a day. It is estimated as the number of messages in that time, multiplied by the
 """
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from events import codec, subjects
-from events.journal.broker import ask
+from events.journal.broker import EPOCH, ask
 from events.nats.connection import BrokerConnection
 
 WINDOW = timedelta(days=1)
 SHORTEST = timedelta(minutes=10)  # the growth of a younger stream is not estimated
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FORGOTTEN_AFTER_S = 5.0  # the broker deletes the consumer that counts messages after this time
 
 
@@ -38,11 +37,12 @@ async def usage(
     *,
     growth: bool = True,
 ) -> JournalUsage:
-    """Query the broker for the stream's size and limits.
+    """Query the broker for the stream's size, limits and growth.
 
-    The growth rate is measured within `window`. It is None without `growth`, and for a stream that is younger than `shortest`.
+    The growth rate is measured within `window`. It is None if `growth` is not set, if the stream is empty, or if its oldest
+    event is younger than `shortest`.
 
-    Raise JournalUnavailable or BrokerRefused.
+    Raise JournalUnavailable if the broker does not answer.
     """
     answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     state, now = answer["state"], datetime.fromisoformat(answer["ts"])

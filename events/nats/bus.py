@@ -1,14 +1,10 @@
 """The message bus: sends messages that are not stored, such as heartbeats and link reports.
 
 Messages are JSON on core NATS. A message without a subscriber is lost, so messages that must be kept go to the journal.
-`MemoryBus` is the test double.
 """
 
-import asyncio
 import inspect
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -23,10 +19,10 @@ from events.nats.connection import DISCONNECTED, BrokerConnection, NotPermitted
 Body = JsonView
 Answer = Body | None
 Handler = Callable[[str, Body], Answer | Awaitable[Answer]]
-"""Called with subject and body. Its result is the reply, if the sender requested one."""
+"""A function that is called with a message's subject and body. Its result is sent as the reply if the sender requested one."""
 Notice = Callable[[str, Body], None]
 Admits = Callable[[str, int], bool]
-"""Called with subject and size; returns whether the message is to be decoded."""
+"""A function that is called with a message's subject and size. It returns False if the message is to be dropped."""
 
 log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -54,7 +50,6 @@ class Subscription(Protocol):
 
     async def cancel(self) -> None:
         """Unsubscribe the handler from the subject."""
-        ...
 
 
 class Bus(Protocol):
@@ -70,24 +65,20 @@ class Bus(Protocol):
     @property
     def unread(self) -> int: ...
     async def publish(self, subject: str, body: Body) -> bool:
-        """Publish `body`. Never raises. Return False if the broker is unreachable, so that no message was published."""
-        ...
+        """Publish `body`. Never raises. Return False if the broker is unreachable and the message was not published."""
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
         """Call `handler` for each message on `subject`. The subscription survives reconnections."""
-        ...
 
-    async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
-        """Call `handler` for each message on `subject` that `admits` accepts by its subject and size. Rejected messages are not
-        decoded.
+    async def subscribe_notices(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
+        """Call `handler` for each message on `subject` that `admits` accepts by the message's subject and size.
 
-        No reply is sent to these messages.
+        A message that `admits` rejects is not decoded. No message gets a reply, whether it is accepted or rejected.
         """
-        ...
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
-        """Send a request and return the first reply. Raise BusUnavailable, NoSubscriber, NotAllowed or NoAnswer."""
-        ...
+        """Send a request and return the first reply. Raise BusUnavailable, NoSubscriber, NotAllowed, or NoAnswer after
+        `deadline_s`."""
 
     async def close(self) -> None: ...
 
@@ -102,9 +93,10 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, name: str, *, wait_s: float = 2.0, echo: bool = True) -> "NatsBus":
-        """Return a bus that is connected, or that connects in the background if connecting takes longer than `wait_s` seconds.
+        """Return a bus over a connection to the broker.
 
-        Without `echo` the bus does not receive its own messages.
+        If the broker is not connected within `wait_s` seconds, the returned bus continues to connect in the background. If
+        `echo` is not set, the bus does not receive its own messages.
         """
         return cls(await BrokerConnection.open(url, name, wait_s=wait_s, echo=echo))
 
@@ -137,7 +129,7 @@ class NatsBus:
 
         return await self.connection.subscribe(subject, heard)
 
-    async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
+    async def subscribe_notices(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
         def heard(subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
             name = subject.decode("utf-8", "replace")
             if not admits(name, len(body)):
@@ -185,93 +177,3 @@ class NatsBus:
 
     async def close(self) -> None:
         await self.connection.close()
-
-
-@dataclass
-class _MemorySubscription:
-    bus: "MemoryBus"
-    entry: tuple[str, Handler]
-
-    async def cancel(self) -> None:
-        if self.entry in self.bus.entries:
-            self.bus.entries.remove(self.entry)
-
-
-@dataclass
-class MemoryBus:
-    """A message bus inside one process, for tests.
-
-    If `reachable` is False, the bus simulates an unreachable broker. `unread` simulates a process that has not processed recent
-    messages. `said` holds the published messages.
-    """
-
-    reachable: bool = True
-    unread: int = 0
-    said: list[tuple[str, Body]] = field(default_factory=list)
-    entries: list[tuple[str, Handler]] = field(default_factory=list)
-    connected_since: float = field(default_factory=time.monotonic)
-
-    @property
-    def since(self) -> float | None:
-        return self.connected_since if self.reachable else None
-
-    async def publish(self, subject: str, body: Body) -> bool:
-        if not self.reachable:
-            return False
-        self.said.append((subject, body))
-        await self._deliver(subject, body)
-        return True
-
-    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
-        entry = (subject, handler)
-        self.entries.append(entry)
-        return _MemorySubscription(self, entry)
-
-    async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
-        def heard(subject: str, body: Body) -> None:
-            if admits(subject, len(_encode(body))):
-                handler(subject, body)
-
-        return await self.subscribe(subject, heard)
-
-    async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
-        if not self.reachable:
-            raise BusUnavailable
-        try:
-            async with asyncio.timeout(deadline_s):
-                answers = await self._deliver(subject, body)
-        except TimeoutError as error:
-            raise NoAnswer(f"no reply on {subject} within {deadline_s:g} s") from error
-        if not answers:
-            raise NoSubscriber(f"no process subscribes to {subject}")
-        return answers[0]
-
-    async def _deliver(self, subject: str, body: Body) -> list[Body]:
-        answers: list[Body] = []
-        copy = _decode(_encode(body))  # converts the body to the types that a broker would deliver
-        for pattern, handler in list(self.entries):
-            if not matches(pattern, subject):
-                continue
-            try:
-                answer = handler(subject, copy)
-                answer = await answer if inspect.isawaitable(answer) else answer
-            except HoldfastError as error:
-                answer = {"error": str(error)}
-            if answer is not None:
-                answers.append(_decode(_encode(answer)))
-        return answers
-
-    async def close(self) -> None:
-        self.entries.clear()
-
-
-def matches(pattern: str, subject: str) -> bool:
-    """Return whether a NATS subject pattern covers `subject`. In a pattern `*` stands for one token, and `>` for one or more
-    last tokens."""
-    wanted, given = pattern.split("."), subject.split(".")
-    for index, part in enumerate(wanted):
-        if part == ">":
-            return len(given) > index
-        if index >= len(given) or part not in ("*", given[index]):
-            return False
-    return len(wanted) == len(given)

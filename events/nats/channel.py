@@ -7,10 +7,10 @@ A channel delivers all bytes in order, or it breaks.
        └── no responders, a gap, a reset, silence, no broker ──▶ closed
 
 The words on the arrows are events, the other words are states. Core NATS delivers a message at most once and in order, and does
-not report dropped messages. So each message carries its position in its stream, and the number of bytes that its sender has
-read of the opposite stream. A mismatch breaks the channel, even if the lost message was the last one. The number of bytes read
-limits the bytes in flight, because a broker disconnects a slow reader. Each message also has a reply subject, so that the
-broker reports "no responders" at once if the peer no longer subscribes.
+not report dropped messages. So each message carries two numbers: how many bytes its sender sent before this message, and how many
+bytes its sender has read. A mismatch breaks the channel, even if the lost message was the last one. Each end limits the number of
+sent bytes that the peer has not read yet, because a broker disconnects a slow reader. Each message also has a reply subject, so
+that the broker reports "no responders" at once if the peer no longer subscribes.
 """
 
 import asyncio
@@ -74,7 +74,10 @@ class ReceiveWindow:
 
     @property
     def due(self) -> bool:
-        """Whether to report the bytes read to the peer, so that the peer's send window does not fill up."""
+        """Whether this end must now report to the peer how many bytes the protocol has read.
+
+        Without the report, the peer's send window would fill up.
+        """
         return self.read - self.said_read >= WINDOW_BYTES // 4
 
     def take(self, payload: bytes) -> bool:
@@ -85,7 +88,7 @@ class ReceiveWindow:
         return len(self.held) <= HELD_BYTES_MAX
 
     def hand_on(self) -> bytes:
-        """Return all buffered bytes and count them as read."""
+        """Return all buffered bytes for the protocol, and count them as read."""
         payload = bytes(self.held)
         self.held.clear()
         self.read += len(payload)
@@ -117,34 +120,31 @@ class MessageCarrier(Protocol):
 
     @property
     def taken(self) -> int:
-        """Total number of bytes read from the broker so far."""
-        ...
+        """Total number of bytes that this process has read from the broker so far."""
 
     def unread(self) -> int:
         """Return the number of bytes that have arrived from the broker and are not read yet."""
-        ...
 
     @property
     def payload_max(self) -> int:
-        """Number of bytes of a stream that fit into one message."""
-        ...
+        """Largest number of bytes of a channel's stream that fit into one message."""
 
     def post(self, route: bytes, head: bytes, payload: bytes) -> None:
-        """Send a message by the end of this event-loop iteration. `route` is the subject and the reply subject, each
-        followed by a space."""
-        ...
+        """Send a message by the end of this event-loop iteration.
+
+        `route` is the message's subject and its reply subject, each followed by a space. The body is `head` followed by
+        `payload`.
+        """
 
     def wake(self, channel: "Channel") -> None:
         """Call `channel.turn` by the end of this event-loop iteration."""
-        ...
 
     def forget(self, channel: "Channel") -> None:
         """Remove a channel that is closed."""
-        ...
 
 
 class Channel(asyncio.Transport):
-    """One end of a channel. Its protocol is created when the peer has answered."""
+    """One end of a channel. It creates its asyncio protocol when the peer has answered."""
 
     def __init__(
         self, carrier: MessageCarrier, own: str, other: str, make: Callable[[], asyncio.Protocol]
@@ -163,16 +163,20 @@ class Channel(asyncio.Transport):
         self.answered: asyncio.Future[asyncio.BaseProtocol] = self._loop.create_future()
 
     def begin(self) -> None:
-        """Create the protocol. Called when the peer has answered."""
+        """Create the channel's asyncio protocol. Called when the peer has answered."""
         self._protocol = self._make()
         self.answered.set_result(self._protocol)
         self._protocol.connection_made(self)
 
     # --- receiving
 
-    def hear(self, kind: int, place: int, read: int, payload: bytes) -> None:
-        """Process a message on this channel's subject. Ignore unknown kinds, because such a message is not from the peer
-        but, for example, from the broker."""
+    def receive(self, kind: int, place: int, read: int, payload: bytes) -> None:
+        """Process a message on this channel's subject.
+
+        `place` is the position of `payload` in the peer's data, and `read` is how many bytes of this end's data the peer has
+        read. Ignore a message of an unknown kind, because such a message is not from the peer but, for example, from the
+        broker.
+        """
         if not OPEN <= kind <= RESET:
             return
         self._received_at = self._loop.time()
@@ -217,7 +221,7 @@ class Channel(asyncio.Transport):
             self._send(DATA)
 
     def _call_protocol(self, call: Callable[..., None], *about: bytes) -> None:
-        """Call a method of the protocol. An exception in the method closes this channel only."""
+        """Call a method of the asyncio protocol. If the method raises an exception, close this channel and no other."""
         try:
             call(*about)
         except Exception as error:
@@ -295,7 +299,7 @@ class Channel(asyncio.Transport):
         self.end(ConnectionResetError(why))
 
     def _close_after_peer(self) -> None:
-        """Close this end after the peer has closed its end, once the protocol has read all bytes."""
+        """Close this end of the channel if the protocol has read all bytes. Called after the peer has closed its end."""
         self._deliver()
         if self.incoming.held or self._over:
             return
@@ -305,7 +309,7 @@ class Channel(asyncio.Transport):
         self.end(None)
 
     def end(self, error: Exception | None) -> None:
-        """Close the channel, because of `error` or, with None, because one end has closed it."""
+        """Close the channel. `error` is the reason, or None if one of the two ends has closed the channel normally."""
         self._deliver()  # bytes that arrived before the channel closed
         if self._over:
             return

@@ -53,10 +53,10 @@ class Channels:
 
     @classmethod
     async def open(cls, url: str, name: str, *, wait_s: float = 2.0) -> "Channels":
-        """Return an object that is connected to the broker, or that connects in the background if this takes longer than
-        `wait_s` seconds.
+        """Return the channels of this process, over a connection to the broker.
 
-        Raise BadBrokerUrl.
+        If the broker is not connected within `wait_s` seconds, the returned object continues to connect in the background.
+        Raise BadBrokerUrl if the URL is not valid.
         """
         channels = cls(await BrokerConnection.open(url, name, wait_s=wait_s))
         channels.connection.listen(channels._changed)
@@ -81,13 +81,15 @@ class Channels:
     # --- opening channels
 
     async def dial(self, subject: str, make: Make) -> asyncio.BaseProtocol:
-        """Open a channel to the process that listens on `subject`, and return its protocol. The caller must set a timeout.
+        """Open a channel to the process that listens on `subject`, and return the asyncio protocol of this end. The caller
+        must set a timeout.
 
-        Raise NoResponders, or another ConnectionError.
+        `make` creates that protocol. Raise NoResponders if no process listens, or another ConnectionError if the channel
+        breaks.
         """
         if not self._dials:
             self._dials = True  # set before the await, because two dials may run at the same time
-            await self.connection.hear_answers(self._heard)
+            await self.connection.subscribe_answers(self._heard)
         number, asker = next(self._numbers), self.connection.asker
         own = subjects.answer(subjects.addressed_worker(subject) or subjects.ANONYMOUS, asker, number)
         channel = Channel(self, own, f"{subject}.{asker.rpartition('.')[2]}-{number}", make)
@@ -101,7 +103,10 @@ class Channels:
             raise
 
     async def listen(self, subject: str, make: Make) -> ChannelListener:
-        """Accept channels on this subject. If the broker is not connected, channels are accepted as soon as it is."""
+        """Accept channels on this subject, as soon as the broker is connected.
+
+        `make` creates the asyncio protocol of each channel.
+        """
         self._accepted[subject.encode()] = make
         await self.connection.subscribe_raw(f"{subject}.*", self._heard)
         if self.connection.connected:
@@ -127,7 +132,7 @@ class Channels:
         elif len(body) >= HEAD.size:
             kind, place, read = HEAD.unpack_from(body)
             if channel is not None:
-                channel.hear(kind, place, read, body[HEAD.size :])
+                channel.receive(kind, place, read, body[HEAD.size :])
             elif OPEN <= kind < RESET:
                 self._stranger(kind, subject, reply, body[HEAD.size :])
 
@@ -150,25 +155,25 @@ class Channels:
                 channel.end(ConnectionResetError("the connection to the broker is lost"))
 
     def unread(self) -> int:
-        """Return the number of bytes that have arrived from the broker and are not read yet. Many mean that this process is
-        too slow."""
+        """Return the number of bytes that have arrived from the broker and are not read yet. A large number means that this
+        process is too slow."""
         return self._client.unread()
 
     @property
     def taken(self) -> int:
-        """Number of bytes read from the broker so far."""
+        """Number of bytes that this process has read from the broker so far."""
         return self._client.taken
 
     # --- sending
 
     @property
     def payload_max(self) -> int:
-        """Number of bytes of a stream that fit into one message."""
+        """Largest number of bytes of a channel's stream that fit into one message."""
         return max(1, min(MESSAGE_BYTES_MAX, self._client.max_payload) - HEAD.size)
 
     def post(self, route: bytes, head: bytes, payload: bytes) -> None:
-        """Send a message by the end of this event-loop iteration. Without a broker the message is lost, and all channels are
-        closed."""
+        """Send a message by the end of this event-loop iteration. If the broker is not connected, the message is lost. All
+        channels are closed in that case."""
         self._client.post(route, head, payload)
         self._flush_soon()
 

@@ -53,44 +53,37 @@ class NotPermitted(NatsError):
     """The broker's permissions do not let this account publish a request, or subscribe to the reply."""
 
 
+@dataclass(eq=False)
 class Interest:
     """A subscription that may be requested before the broker is connected."""
 
-    def __init__(
-        self,
-        subject: str,
-        callback: Callable[[Msg], Awaitable[None]] | None = None,
-        raw: Raw | None = None,
-        queue: str = "",
-    ) -> None:
-        self.subject = subject
-        self._queue = queue  # name of the group of subscribers that share the messages; empty: each subscriber gets all messages
-        self._callback = callback
-        self._raw = raw
-        self._client: FastClient | None = None
-        self._inner: Subscription | None = None
-        self._cancelled = False
+    client: FastClient
+    subject: str
+    callback: Callable[[Msg], Awaitable[None]] | None = None
+    raw: Raw | None = None
+    queue: str = ""  # group of subscribers that share the messages; empty: each subscriber gets all messages
+    _inner: Subscription | None = None
+    _cancelled: bool = False
 
-    async def start(self, client: FastClient) -> None:
+    async def start(self) -> None:
         """Subscribe at the broker, unless the subscription was cancelled before."""
         if self._cancelled:
             return
-        self._client = client
-        self._inner = await client.subscribe(
+        self._inner = await self.client.subscribe(
             self.subject,
-            queue=self._queue,
-            cb=self._callback,
+            queue=self.queue,
+            cb=self.callback,
             pending_msgs_limit=PENDING_MSGS_MAX,
             pending_bytes_limit=0,
         )
-        if self._raw is not None:
-            client.hear_raw(self._inner, self._raw)
+        if self.raw is not None:
+            self.client.deliver_raw(self._inner, self.raw)
 
     async def cancel(self) -> None:
         """Unsubscribe at the broker, and do not subscribe later."""
         self._cancelled = True
-        if self._inner is not None and self._client is not None:
-            self._client.hear_no_more(self._inner)
+        if self._inner is not None:
+            self.client.stop_delivery(self._inner)
             with contextlib.suppress(*DISCONNECTED):
                 await self._inner.unsubscribe()
 
@@ -126,17 +119,14 @@ class BrokerConnection:
         self._logged_denials: set[str] = set()
         self._listeners: list[Callable[[bool], None]] = []
         self._waiting: list[Interest] = []
-        self.user = user(
-            url
-        )  # this process's account name in the broker's permissions; empty: the URL does not state it
+        # this process's account name in the broker's permissions; empty: the URL does not state it
+        self.user = user(url)
         own = self.client.new_inbox().rpartition(".")[2]  # unique on this broker
         self._inbox = f"{inbox(url)}.{own}"
         self._asks_workers = False
         self._asked = 0
-        self._answers: dict[int, asyncio.Future[BrokerReply]] = {}
-        self._request_subjects: dict[
-            int, str
-        ] = {}  # subjects of the requests that wait for a reply, in lower case
+        # the reply that each request waits for, and the request's subject in lower case
+        self._answers: dict[int, tuple[asyncio.Future[BrokerReply], str]] = {}
         self._ever = False
         self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -145,10 +135,11 @@ class BrokerConnection:
     async def open(
         cls, url: str, name: str, *, wait_s: float | None = None, echo: bool = True
     ) -> "BrokerConnection":
-        """Return a connection that is established, or that connects in the background if this takes longer than `wait_s` (2 s
-        by default).
+        """Return a connection to the broker.
 
-        Without `echo` the connection does not receive its own messages. Raise BadBrokerUrl.
+        If the broker is not connected within `wait_s` (2 s by default), the returned connection continues to connect in the
+        background. If `echo` is not set, the connection does not receive its own messages. Raise BadBrokerUrl if the URL is not
+        valid.
         """
         check_url(url)
         load_web_sockets(url)
@@ -159,9 +150,8 @@ class BrokerConnection:
             async with asyncio.timeout(CONNECT_TIMEOUT_S if wait_s is None else wait_s):
                 await connection.up.wait()
         except TimeoutError:
-            log.warning(
-                "nats_away", connection=name, url=masked(url), why=connection.why
-            )  # connecting continues in the background
+            # connecting continues in the background
+            log.warning("nats_away", connection=name, url=masked(url), why=connection.why)
         return connection
 
     @property
@@ -182,61 +172,60 @@ class BrokerConnection:
 
     @property
     def why(self) -> str:
-        """Why the broker is not connected, as text for logs and errors."""
+        """The reason why the broker is not connected, as text for logs and errors."""
         return str(self.last_error or "") or "it does not respond"
 
     def listen(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback` whenever the broker gets connected (with True) or disconnected (with False)."""
+        """Call `callback` with True whenever the broker gets connected, and with False whenever it gets disconnected."""
         self._listeners.append(callback)
 
     def unlisten(self, callback: Callable[[bool], None]) -> None:
-        """Remove a callback that `listen` added."""
+        """Stop calling a callback that was passed to `listen`."""
         if callback in self._listeners:
             self._listeners.remove(callback)
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Interest:
         """Subscribe to `subject`, at once or after the first connection. nats-py renews the subscription at each
         reconnection."""
-        interest = Interest(subject, callback)
-        if self._ever:
-            await interest.start(self.client)
-        else:
-            self._waiting.append(interest)
-        return interest
+        return await self._start(Interest(self.client, subject, callback))
 
     async def subscribe_raw(self, subject: str, raw: Raw, *, queue: str = "") -> Interest:
-        """Subscribe as `subscribe` does, on a fast path for many messages that passes each message on undecoded.
+        """Subscribe as `subscribe` does, but call `raw` with each message undecoded. This is faster for many messages.
 
-        If `queue` is set, all subscribers with the same `queue` share the messages.
+        If `queue` is set, each message goes to only one of the subscribers with the same `queue`.
         """
-        interest = Interest(subject, raw=raw, queue=queue)
+        return await self._start(Interest(self.client, subject, raw=raw, queue=queue))
+
+    async def _start(self, interest: Interest) -> Interest:
         if self._ever:
-            await interest.start(self.client)
+            await interest.start()
         else:
             self._waiting.append(interest)
         return interest
 
     def new_inbox(self) -> str:
-        """Return a new reply subject for this connection. If the broker knows this account, no other account may subscribe
-        to the subject."""
+        """Return a new reply subject for this connection. If the broker has an account for this process, no other account may
+        subscribe to the subject."""
         self._asked += 1
         return f"{self._inbox}-{self._asked}"
 
-    async def hear_answers(self, heard: Raw) -> None:
-        """Subscribe to the subjects on which workers reply to this connection."""
+    async def subscribe_answers(self, heard: Raw) -> None:
+        """Call `heard` with each reply of a worker to this connection, undecoded."""
         await self.subscribe_raw(subjects.answers(self.asker), heard)
 
     @contextlib.contextmanager
-    def expect(self, worker: str | None = None) -> Iterator[tuple[str, "asyncio.Future[BrokerReply]"]]:
-        """Yield a reply subject for one reply, and the future of that reply. The future fails at once if the connection breaks.
+    def expect(self, request: str = "") -> Iterator[tuple[str, "asyncio.Future[BrokerReply]"]]:
+        """Yield a reply subject for one reply, and the future of that reply. The future fails at once if the connection
+        breaks.
 
-        For a `worker`, the reply subject has the worker's name in it, because the broker lets no other process publish on such
-        a subject.
+        `request` is the subject of the request. The future also fails if the broker denies a publication on that subject. If
+        the request addresses a worker, the reply subject contains the worker's name, because the broker lets no other process
+        publish on such a subject.
         """
         self._asked += 1
-        token = self._asked
+        token, worker = self._asked, subjects.addressed_worker(request)
         future: asyncio.Future[BrokerReply] = asyncio.get_running_loop().create_future()
-        self._answers[token] = future
+        self._answers[token] = future, request.lower()
         try:
             yield subjects.answer(worker, self.asker, token) if worker else f"{self._inbox}.{token}", future
         finally:
@@ -247,36 +236,25 @@ class BrokerConnection:
     ) -> BrokerReply:
         """Send a request and return the first reply.
 
-        Raise one of the errors in DISCONNECTED, which include NoRespondersError and NotPermitted.
+        Raise NatsError, OSError or TimeoutError if there is no reply. NoRespondersError and NotPermitted are subclasses of
+        NatsError.
 
-        nats-py's own `request` is not used, because its `wait_for` (of Python 3.11) can swallow a cancellation. It also waits
-        until its timeout when the connection breaks.
+        nats-py's own `request` is not used: its `wait_for` (of Python 3.11) can swallow a cancellation. After the
+        connection breaks, nats-py's `request` also waits until its timeout.
         """
         if no_replies := self._why_no_replies():
             raise NotPermitted(no_replies)
-        worker = subjects.addressed_worker(subject)
-        with self.expect(worker) as (address, future), self._request_on(subject):
+        with self.expect(subject) as (address, future):
             async with asyncio.timeout(deadline_s):
-                if worker and not self._asks_workers:
+                if subjects.addressed_worker(subject) and not self._asks_workers:
                     # set before the await, because two requests may be sent at the same time
                     self._asks_workers = True
-                    await self.hear_answers(self._answered)
+                    await self.subscribe_answers(self._answered)
                 await self.client.publish(subject, body, address, headers)
                 answer = await future
         if answer.no_responders:
             raise NoRespondersError
         return answer
-
-    @contextlib.contextmanager
-    def _request_on(self, subject: str) -> Iterator[None]:
-        """Record a request's subject until the reply arrives, because the broker's denial of a publication contains only the
-        subject."""
-        token = self._asked
-        self._request_subjects[token] = subject.lower()
-        try:
-            yield
-        finally:
-            del self._request_subjects[token]
 
     def _why_no_replies(self) -> str:
         """Return why this connection cannot receive replies. Return an empty string if it can."""
@@ -288,7 +266,7 @@ class BrokerConnection:
         return f"the account {self.user!r}" if self.user else "the account of this connection"
 
     def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
-        future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
+        future, _ = self._answers.get(int(subject[subject.rindex(b".") + 1 :]), (None, ""))
         if future is not None and not future.done():
             future.set_result(BrokerReply(data, headers))
 
@@ -335,7 +313,7 @@ class BrokerConnection:
                 await asyncio.sleep(RECONNECT_WAIT_S)
         self._ever = True
         for interest in self._waiting:
-            await interest.start(self.client)
+            await interest.start()
         self._waiting.clear()
         self._changed(True)
 
@@ -351,16 +329,16 @@ class BrokerConnection:
             self.last_error = error
 
     def _forbidden(self, why: str) -> None:
-        """Count a denied publication or subscription, and log each denial once. Fail the requests that the denial affects."""
+        """Count a denied publication or subscription, and log each distinct denial once. Fail the waiting requests that the
+        denial affects."""
         self.refused += 1
         if why not in self._logged_denials and len(self._logged_denials) < TOLD_MAX:
             self._logged_denials.add(why)
             log.error("broker_refuses", connection=self.name, user=self.user, why=why)
         no_replies = self._why_no_replies()
-        for token, subject in self._request_subjects.items():
-            future = self._answers.get(token)
-            refused = no_replies or f'publish to "{subject}"' in why.lower()
-            if refused and future is not None and not future.done():
+        for future, subject in self._answers.values():
+            refused = subject and (no_replies or f'publish to "{subject}"' in why.lower())
+            if refused and not future.done():
                 denial = no_replies or f"the broker does not let {self._account()} publish to {subject}"
                 future.set_exception(NotPermitted(denial))
 
@@ -384,7 +362,7 @@ class BrokerConnection:
             self.up.set()
         else:
             self.up.clear()
-            for future in self._answers.values():
+            for future, _ in self._answers.values():
                 if not future.done():
                     future.set_exception(UnexpectedEOF())
         for listener in list(self._listeners):

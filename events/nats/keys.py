@@ -4,13 +4,13 @@ An nkey is an Ed25519 key pair, and its seed (the private key) is in a file. The
 sends no seed to the broker, but signs a nonce with the seed.
 """
 
-import contextlib
 import os
 import time
 from pathlib import Path
 
 from events.errors import BadSetting
 from events.nats.urls import SUFFIX, account
+from events.process.key_file import write_private
 
 SEED_BYTES = 32
 ADMITTED_WITHIN_S = 5.0  # longest wait until the broker accepts a new seed
@@ -26,22 +26,18 @@ def seed_file(folder: Path, name: str) -> Path:
 
 
 def kept(folder: Path, name: str) -> bool:
-    """Create a seed for an account if it has none, readable by its owner alone. Return whether the seed is new. Raise
-    OSError."""
+    """Create a seed for an account if it has none. The seed is readable by its owner alone. Return True if the seed is new.
+
+    Raise OSError if the file cannot be written.
+    """
     path = seed_file(folder, name)
     if path.exists():
         return False
     import nkeys  # imported late: takes 20 ms, and a worker's keeper process would hold the module in memory
 
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = folder / f".{name}.{os.getpid()}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        fresh.unlink()
+    fresh = folder / f".{name}.{os.getpid()}.new"
     seed = nkeys.encode_seed(os.urandom(SEED_BYTES), nkeys.PREFIX_BYTE_USER).decode()
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(seed + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_private(fresh, seed + "\n")
     try:
         os.link(fresh, path)  # fails if another process has created the seed first
     except FileExistsError:
@@ -52,8 +48,10 @@ def kept(folder: Path, name: str) -> bool:
 
 
 def join(folder: Path, name: str) -> None:
-    """Create a seed for an account if it has none, and then wait up to 5 s until the fleet's broker accepts the seed. Raise
-    OSError."""
+    """Create a seed for an account if it has none, and then wait up to 5 s until the fleet's broker accepts the new seed.
+
+    Raise OSError if a file cannot be written.
+    """
     knows_intake(folder, name)
     if not kept(folder, name):
         return
@@ -63,14 +61,18 @@ def join(folder: Path, name: str) -> None:
 
 
 def knows_intake(folder: Path, name: str) -> None:
-    """Record in a file beside the seed that this process can send its facts to a controller's fact intake. Raise OSError."""
+    """Record in a file beside the seed that this process can send its facts to a controller's fact intake instead of the
+    journal.
+
+    Raise OSError if the file cannot be written.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / f"{name}{KNOWS_INTAKE}").touch(mode=0o600)
 
 
 def uses_intake(url: str) -> bool:
-    """Return whether this account must send its facts to a controller's fact intake. The result can change while the process
-    runs."""
+    """Return whether the account in `url` must send its facts to a controller's fact intake instead of the journal. The result
+    can change while the process runs."""
     seed = account(url).get("nkeys_seed", "")
     return bool(seed) and Path(seed).with_suffix(INTAKE).exists()
 

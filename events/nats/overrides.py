@@ -1,12 +1,12 @@
 """Lists every part of nats-py that is overridden or used beyond its public API, and why.
 
-    RawParser              reading a message costs 1.5 us of CPU; nats-py takes 15 us for its header parse that tests every
-    and _process_msg       character, its object, queue and task. Reading a million events back allows 10 us.
+    RawParser              reading a message costs 1.5 us of CPU. nats-py takes 15 us, because it tests every character of the
+    and _process_msg       headers and uses an object, a queue and a task. A replay of a million events allows 10 us per message.
     post, write            0.5 us per message, and one system call per event-loop iteration; `publish` takes 1.6 us and
                            is a coroutine, which a transport's `write` cannot await
-    say                    a single event takes 140 us until it is acknowledged, but 190 us through `publish` and the
+    publish_now            a single event takes 140 us until it is acknowledged, but 190 us through `publish` and the
                            publisher's own task
-    forget_unwritten       nats-py writes data left unwritten by the last connection first on the next one
+    forget_unwritten       after a reconnection, nats-py first writes the data that the broken connection had not written
     unsent, unread         the public API does not report how many bytes are in the socket
     certificate_ends       the public API does not report the broker's certificate
     clustered,             the public API reports neither whether the broker is in a cluster nor its complete version
@@ -41,11 +41,11 @@ from nats.protocol.parser import AWAITING_CONTROL_LINE, CRLF_SIZE, Parser
 log = structlog.get_logger(__name__)
 
 Raw = Callable[[bytes, bytes, bytes, bytes | None], None]
-"""Called with subject, reply, body and undecoded headers of a message, in the read loop itself: it must be quick."""
+"""A function that the read loop calls with a message's subject, reply subject, body and undecoded headers. It must be quick."""
 
 
 def load_web_sockets(urls: str) -> None:
-    """Load aiohttp into nats-py if a URL needs it. Holdfast's processes exclude aiohttp from their imports
+    """Load aiohttp into nats-py if a URL has a WebSocket scheme. Holdfast's processes exclude aiohttp when they import nats-py
     (`events.process.imports`)."""
     inner: Any = transport
     if inner.aiohttp is None and "ws" in {url.strip()[:2] for url in urls.split(",")}:
@@ -53,11 +53,12 @@ def load_web_sockets(urls: str) -> None:
 
 
 class RawParser(Parser):
-    """Parses the broker's data, with a fast path for complete messages of raw subscriptions. `raw` has their handlers by
-    subscription id.
+    """Parses the broker's data, with a fast path for complete messages of raw subscriptions (their handlers get undecoded
+    messages).
 
-    nats-py matches each message against up to seven expressions and moves the rest of the buffer twice. This parser traverses
-    the buffer once. It leaves all data other than complete messages of raw subscriptions to nats-py.
+    `raw` has the handlers of raw subscriptions by subscription id. nats-py matches each message against up to seven regular
+    expressions and moves the rest of the buffer twice. This parser traverses the buffer once. It leaves all data except
+    complete raw messages to nats-py.
     """
 
     def __init__(self, nc: Any, raw: dict[int, Raw]) -> None:
@@ -66,7 +67,8 @@ class RawParser(Parser):
         self.taken = 0  # number of bytes that were parsed
 
     async def parse(self, data: bytes = b"") -> None:
-        """Parse data from the broker and call the handlers of all complete messages. Raise nats-py's ProtocolError."""
+        """Parse data from the broker and call the handlers of all complete messages. Raise nats-py's ProtocolError for invalid
+        data."""
         own, self.taken = self.buf, self.taken + len(data)
         while data and self.buf is own:  # a new buffer means that the connection was restarted meanwhile
             if self.state != AWAITING_CONTROL_LINE:
@@ -112,8 +114,7 @@ def _call_handler(take: Raw, subject: bytes, reply: bytes, body: bytes, headers:
 
 
 class FastClient(Client):
-    """nats-py's client with fast paths for many messages, and with the fixes of its connections that the module's docstring
-    lists."""
+    """nats-py's client with fast paths for many messages, and with the corrections that the module's docstring lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,16 +124,19 @@ class FastClient(Client):
 
     # --- receiving ----------------------------------------------------------------------------------------
 
-    def hear_raw(self, subscription: Subscription, take: Raw) -> None:
+    def deliver_raw(self, subscription: Subscription, take: Raw) -> None:
         """Call `take` with each message of a subscription, undecoded, in the read loop."""
         self._raw[subscription._id] = take  # the parser's id: nats-py has no public name for it
 
-    def hear_no_more(self, subscription: Subscription) -> None:
-        """Remove the handler that `hear_raw` added."""
+    def stop_delivery(self, subscription: Subscription) -> None:
+        """Remove the handler that `deliver_raw` added to a subscription."""
         self._raw.pop(subscription._id, None)  # as above
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any) -> None:
-        """Handle a message that nats-py has parsed, because it arrived in several pieces or is not raw."""
+        """Pass a message that nats-py has parsed to its handler.
+
+        nats-py parses a message itself if the message arrived in several pieces, or if its subscription has no raw handler.
+        """
         take = self._raw.get(sid)
         if take is None:
             await super()._process_msg(sid, subject, reply, data, headers)
@@ -157,11 +161,12 @@ class FastClient(Client):
 
     # --- sending ------------------------------------------------------------------------------------------
 
-    def say(self, subject: str, body: bytes, reply: str, headers: Mapping[str, str]) -> bool:
+    def publish_now(self, subject: str, body: bytes, reply: str, headers: Mapping[str, str]) -> bool:
         """Write a message to the broker immediately, without waiting for the event loop. Return False if the broker is not
         connected.
 
-        The caller provides valid `subject` and `headers`, which are not checked. Raise MaxPayloadError.
+        The caller must pass a valid `subject` and valid `headers`, because they are not checked. Raise MaxPayloadError if the
+        body is too large for the broker.
         """
         if not self.is_connected or self._transport is None:
             return False
@@ -192,8 +197,8 @@ class FastClient(Client):
         return True
 
     def write(self) -> None:
-        """Write what was published in this event-loop iteration immediately, because nats-py's own writer runs one or two
-        iterations later."""
+        """Write the messages of this event-loop iteration to the broker immediately. nats-py's own writer would write them one
+        or two iterations later."""
         if self.is_connected and self._transport is not None and self._pending_data_size > 0:
             try:
                 self._transport.writelines(self._pending)
@@ -202,13 +207,16 @@ class FastClient(Client):
             self.forget_unwritten()
 
     def forget_unwritten(self) -> None:
-        """Drop unwritten data. Called when the connection is lost, because nats-py would write this data first on the next
-        connection. There it would overtake data that was lost on this connection."""
+        """Drop the data that is not written yet.
+
+        Called when the connection is lost. nats-py would write this data first on the next connection, before data that was
+        published earlier and is sent again.
+        """
         self._pending = []
         self._pending_data_size = 0
 
     def unsent(self) -> int:
-        """Return the number of bytes that the broker has not accepted yet."""
+        """Return the number of bytes that are not yet passed to the operating system."""
         stream = self._stream()
         written = stream.get_write_buffer_size() if stream is not None else 0
         return written + self.pending_data_size
@@ -226,8 +234,8 @@ class FastClient(Client):
         return str(self._server_info.get("version", "unknown"))
 
     def _stream(self) -> asyncio.WriteTransport | None:
-        """Return asyncio's transport of the connection. Return None without a connection, and for a WebSocket, which does
-        not expose it."""
+        """Return asyncio's transport of the connection. Return None without a connection, and for a WebSocket, which does not
+        expose its transport."""
         inner: Any = self._transport
         # nats-py's own transport does not expose asyncio's
         if not isinstance(inner, TcpTransport) or inner._io_writer is None:
@@ -251,10 +259,11 @@ class FastClient(Client):
         self._ended = True
 
     async def _connect_to_server(self, s: Any) -> None:
-        """Before connecting, close a connection that broke while it was being established, because nats-py would leave it open.
+        """Before connecting, close a connection that broke while it was being established, because nats-py would leave that
+        connection open.
 
-        Also raise CancelledError if the client is closed. nats-py uses `wait_for` of Python 3.11 here, which can swallow the
-        cancellation that ends its reconnecting. It would then reconnect forever and delay the end of the process.
+        Raise CancelledError if the client is closed. Without this error, nats-py could reconnect forever and delay the end of
+        the process: its `wait_for` (of Python 3.11) can swallow the cancellation that ends its reconnecting.
         """
         if self._ended:
             raise asyncio.CancelledError
@@ -263,8 +272,10 @@ class FastClient(Client):
         await super()._connect_to_server(s)
 
     async def _process_connect_init(self) -> None:
-        """Also inform asyncio that the stream now uses TLS. nats-py does not, and asyncio would log a warning when the
-        connection ends."""
+        """Complete the connection as nats-py does, and then inform asyncio that the stream now uses TLS.
+
+        nats-py does not inform asyncio, which would therefore log a warning when the connection ends.
+        """
         await super()._process_connect_init()
         stream = self._stream()
         if stream is not None:

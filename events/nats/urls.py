@@ -45,11 +45,11 @@ def _members(urls: str) -> list[str]:
 
 
 def account(urls: str) -> dict[str, str]:
-    """Return the credentials in the URLs as nats-py's options, decoded. Return no user, password and token if the URLs have
-    several accounts.
+    """Return the credentials in the URLs as nats-py's options, decoded.
 
-    Credentials as options also apply to cluster members that the brokers announce. nats-py would not decode credentials in a
-    URL, and would use them for that URL only.
+    If the URLs contain different user names with passwords, or different tokens, the options contain none of these. Credentials
+    as options also apply to cluster members that the brokers announce. nats-py would not decode credentials in a URL, and would
+    use them for that URL only.
     """
     found = {url.rpartition("://")[2].rpartition("@")[0] for url in addresses(urls)} - {""}
     parameters = _parameters(urls)
@@ -114,7 +114,7 @@ class BadBrokerUrl(HoldfastError):
 
 
 def check_url(urls: str) -> None:
-    """Raise BadBrokerUrl for invalid broker URLs, because with some of them nats-py's task would end silently."""
+    """Raise BadBrokerUrl for invalid broker URLs. Without this check, some invalid URLs would end nats-py's task silently."""
     for url in _members(urls):
         try:
             parts = urlsplit(url)

@@ -12,12 +12,8 @@ CanaryReason = Literal[
 ]
 CheckType = Literal["scheduled", "confirm", "trial", "join"]
 LINEAGE_PART = 8  # index of the lineage in the parts of a canary key
-KIND_PARTS = (
-    0,
-    3,
-    6,
-    7,
-)  # indices in a canary key of the parts that make its kind: model, engine, size of group, device
+# indices in a canary key of the parts that make its kind: model, engine, size of group, device
+KIND_PARTS = (0, 3, 6, 7)
 UNMARKED = "@unmarked"  # suffix of the canary id of unmarked probes; the id of their golden precedes it
 TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one position
 
@@ -80,8 +76,12 @@ class CanaryFailed(CanaryResult):
 
     @property
     def golden_canary(self) -> str:
-        """The canary that has the golden for the same weights. A sampled or unmarked probe has no golden of its own, so it
-        refers to another canary."""
+        """The id of the canary with the golden (the known right answer) that applies to this probe.
+
+        Two kinds of probes have no golden under their own id `canary`: sampled ones (`temperature` is set), and unmarked ones,
+        which the worker cannot distinguish from a user's request. For these, the result is the part of `canary` before the last
+        `@`.
+        """
         if self.temperature is None and not self.canary.endswith(UNMARKED):
             return self.canary
         return self.canary.rpartition("@")[0] or self.canary
@@ -134,9 +134,9 @@ class GoldenAnswer:
 class GoldenRequested(Commanded):
     """An operator requested that goldens be approved, retired or recorded again. A decision about each golden follows.
 
-    With `act` = `approve`, provisional goldens become agreed goldens; so do the answers of `worker`, or `answers`, if they are
-    set. With `retire`, the goldens are no longer used. With `record`, the goldens are no longer used, and the next answer of
-    `worker` becomes the provisional golden.
+    With `act` = `approve`, answers become agreed goldens: those in `answers`; without `answers`, the last answers of `worker`;
+    without `answers` and `worker`, the provisional goldens. With `retire`, the goldens are no longer used. With `record`, the
+    goldens are no longer used, and the next answer of `worker` becomes the provisional golden.
     """
 
     entity: ClassVar[str] = "fleet"
@@ -153,9 +153,10 @@ class TokensUnlikely(WorkerObservation):
     """A worker generated tokens that are less likely than chance explains, so its sampler may be broken. This is a warning, not
     a proof.
 
-    If `found_by` is `canary`, sampled canaries found the tokens. They do not convict the worker, because no other worker could
-    serve or confirm the comparison. If it is `users`, the share of unlikely tokens in users' requests is higher than that of
-    the worker's peers.
+    If `found_by` is `canary`, the tokens are the worker's answer to a sampled canary. Such an answer convicts only under two
+    conditions: a healthy peer with likely tokens can serve in the worker's place, and more peers gave likely tokens than
+    unlikely ones. A peer is another worker of the same model. If `found_by` is `users`, the worker's share of unlikely tokens in
+    users' requests is higher than that of its peers.
     """
 
     found_by: Literal["canary", "users"]
@@ -179,12 +180,12 @@ def canary_key(
     device: str,
     lineage: str = "",
 ) -> str:
-    """Return the key under which goldens are stored. Two answers are comparable only if all parts of their keys are equal
-    (N23).
+    """Return the key under which goldens (the known right answers) are stored. Two answers are comparable only if all parts of
+    their keys are equal.
 
-    `lineage` is what an engine reports about its weights and its computation, or empty if it reports nothing. Only the last
-    part of a tokenizer's path is used, because hosts keep the same model in different folders. The revision identifies the
-    content of the folder.
+    docs/concepts/corrections.md gives the reason (N23). `lineage` is what an engine reports about its weights and its
+    computation, or empty if it reports nothing. Only the last part of a tokenizer's path is used, because hosts keep the same
+    model in different folders. The revision identifies the content of the folder.
     """
     folder = tokenizer.rstrip("/").rpartition("/")[2]
     parts = (model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device)
@@ -192,9 +193,10 @@ def canary_key(
 
 
 def is_new_lineage(key: str, known: Collection[str]) -> bool:
-    """Return whether a canary key has a new lineage: `known` lacks the key, but has another lineage of the same kind.
+    """Return whether a canary key has a new lineage (an engine's report about its weights and its computation).
 
-    The same kind means the same model, engine, group size and device. The first lineage that an engine reports is not new.
+    This is so if `known` lacks the key, but has a key with another lineage for the same model, engine, group size and device.
+    The first lineage that an engine reports is not new.
     """
     parts = tuple(key.split("|"))
     if len(parts) <= LINEAGE_PART or key in known:

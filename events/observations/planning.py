@@ -22,9 +22,8 @@ class TrafficReported(FrontendObservation):
     prompt_tokens_squared: int  # sum of the squares of the prompts' lengths
     output_tokens: int  # output tokens of the answers that ended within the minute
     late: int  # number of answers that ended within the minute and missed the objective for the first token or the pace
-    rejected: (
-        int  # number of further requests that were rejected, although one more worker might have served them
-    )
+    # number of further requests that were rejected, although one more worker might have served them
+    rejected: int
     last: bool = False  # the frontend is stopping and will report no later minute
 
 
@@ -78,7 +77,7 @@ class ScaleSet(ModelObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleApplied(ModelObservation):
-    """A proposal of a planner was carried out, or could not be carried out."""
+    """A planner's proposal was carried out (`ok` is true), or could not be carried out (`ok` is false)."""
 
     proposal: str  # id of the ScaleProposed
     after: int  # number of workers that were proposed

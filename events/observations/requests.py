@@ -17,9 +17,8 @@ class RequestsServed(WorkerObservation):
     tokens: int  # number of tokens of these answers
     ttft_ms: float
     itl_ms: float
-    routed_under: (
-        int  # number of the last decision that the frontend had folded when it sent the first request
-    )
+    # number of the last decision that the frontend had folded when it sent the first request
+    routed_under: int
     window_s: float
     weighed: int = 0  # number of tokens with logprobs in these answers; only some clients request logprobs
     unlikely: int = 0  # number of the tokens with logprobs that are below the frontend's logprob floor
@@ -40,8 +39,8 @@ class RequestFailed(WorkerObservation):
 class RequestSuspected(WorkerObservation):
     """This worker failed before it returned any part of this request's answer, so the request may have caused the failure.
 
-    The worker's connection broke, or its connection to its server. Most suspected requests are innocent. Each is retried on a
-    worker without other suspects, until a similar request yields a token.
+    Either the connection between the frontend and the worker broke, or the worker lost the server that runs its model. Most
+    suspected requests are innocent. Each is retried on a worker without other suspects, until a similar request yields a token.
     """
 
     frontend: str
@@ -68,9 +67,8 @@ class RequestPoisonous(WorkerObservation):
     prompt_tokens: int
     max_tokens: int
     guided: str  # the request's field that constrains the form of the answer; empty: no field does
-    failures_in_a_row: (
-        int  # consecutive failures of this worker at this frontend, without those of this request
-    )
+    # consecutive failures of this worker at this frontend, without those of this request
+    failures_in_a_row: int
     routed_under: int  # number of the last decision that the frontend had folded when it sent the request
     refused_s: float  # seconds for which similar requests are refused
 
@@ -86,7 +84,7 @@ class WorkerSlow(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSlowCleared(WorkerObservation):
-    """A frontend measured that a worker that was slow is as fast as its peers again."""
+    """A slow worker is as fast as its peers again, as measured by a frontend."""
 
     frontend: str
     latency_ms: float
@@ -118,8 +116,8 @@ MigrationCause = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMigrated(FrontendObservation):
-    """A request continued on another worker. `tokens` were accepted from the first worker, and the client saw a pause of
-    `gap_ms`."""
+    """A request continued on another worker. The frontend had accepted `tokens` tokens from the first worker, and the client saw
+    a pause of `gap_ms`."""
 
     request: str
     model: str
@@ -265,8 +263,10 @@ class FrontendBreakersMoved(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanicBegan(FrontendObservation):
-    """This frontend now ignores its own breakers for a model, because they left less than half of the model's weight, or no
-    reachable worker, routable."""
+    """This frontend now ignores its own breakers for a model.
+
+    Its breakers had excluded all reachable workers, or less than half (by default) of the model's weight was left for requests.
+    """
 
     model: str
     routable_share: float  # routable share of the model's weight, 0 to 1

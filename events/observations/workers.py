@@ -35,7 +35,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """The shape of one token's KV cache over all shards, from which its size follows. A block has `Profile.block_tokens`
+    """The shape of one token's KV cache over all shards. It determines the size of the cache. A block has `Profile.block_tokens`
     tokens."""
 
     layers: int
@@ -171,8 +171,8 @@ class Commanded(WorkerObservation):
     by: str = ""  # name of the operator
 
     def late(self, at: datetime) -> bool:
-        """Return whether a fact that was appended at `at` (by the stream's clock) missed its deadline. Without a deadline,
-        return False."""
+        """Return whether a fact that was appended at `at` (by the stream's clock) missed the command's deadline. Without a
+        deadline, return False."""
         return self.until is not None and at > self.until
 
 
@@ -227,8 +227,9 @@ class ShutdownBegan(WorkerObservation):
 class DrainFinished(WorkerObservation):
     """A draining worker has no stream in flight any more.
 
-    Each stream that the worker had, or still accepted, ended in one of four ways, which are counted here. The drain begins when
-    the worker receives it, or earlier with the first stream that a frontend moved away because of the drain.
+    Each stream that the worker had, or still accepted, ended in one of four ways, which are counted here. The counts begin when
+    the worker receives the command to drain. A frontend may move a stream away before the worker has received the command. The
+    counts then begin with this stream.
     """
 
     completed: int  # number of streams that ended on this worker

@@ -22,8 +22,7 @@ QUOTED_CHARS_MAX = 100
 
 
 def own_hosts(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Return the host names by which this host's admin ports may be reached: this host's name and those in
-    HOLDFAST_ADMIN_HOSTS."""
+    """Return the names under which this host's admin ports may be reached: this host's name and those in HOLDFAST_ADMIN_HOSTS."""
     listed = (name.strip().lower().rstrip(".") for name in environment.get(VARIABLE, "").split(","))
     return frozenset((socket.gethostname().lower(), *filter(None, listed)))
 

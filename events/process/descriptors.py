@@ -21,8 +21,10 @@ Limits = tuple[int, int]  # the current limit, and its maximum
 
 
 def require(wanted: int, advice: str, get: Callable[[int], Limits] = resource.getrlimit) -> int:
-    """Return the number of files that this process may open if the limit is raised. Raise TooFewDescriptors if that is below
-    `wanted`."""
+    """Return how many files this process could open if its limit were raised as far as allowed. Do not change the limit.
+
+    Raise TooFewDescriptors, with `advice`, if that number is below `wanted`.
+    """
     soft, hard = get(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ENOUGH
@@ -39,8 +41,10 @@ def allow(
     get: Callable[[int], Limits] = resource.getrlimit,
     put: Callable[[int, Limits], None] = resource.setrlimit,
 ) -> int:
-    """Raise the limit as far as possible, up to ENOUGH, and return the new limit. Raise TooFewDescriptors if it is below
-    `wanted`."""
+    """Raise the process's limit of open files as far as allowed, up to 65,536 (ENOUGH), and return the new limit.
+
+    Raise TooFewDescriptors if the new limit is below `wanted`.
+    """
     soft, hard = get(resource.RLIMIT_NOFILE)
     most = require(wanted, "put fewer workers into one process", get)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -49,5 +53,6 @@ def allow(
 
 
 def connections() -> int:
-    """Raise the limit, and return the number of connections to workers that a frontend or a controller may open."""
+    """Raise the process's limit of open files, and return how many connections to workers a frontend or a controller may then
+    open."""
     return max(1, allow() - SPARE)

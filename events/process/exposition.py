@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus' text format, and compresses the text if the client accepts gzip.
 
-The text is the same as that of `prometheus_client.generate_latest`, but generated in a third of the time. Most of a scrape of a
+The text is the same as that of `prometheus_client.generate_latest`, and takes a third of the time. Most of the text for a
 thousand workers consists of names and labels that occur a hundred times, and this module formats each of them once. Compression
-reduces the size to a twentieth, and takes a fiftieth of the time of generating the text.
+reduces the size to a twentieth, and takes a fiftieth of the time that generating the text takes.
 """
 
 import gzip
@@ -52,10 +52,9 @@ def _escaped(value: str) -> str:
 
 
 def packed(body: bytes, accepts: str) -> tuple[bytes, dict[str, str]]:
-    """Return a body, compressed with gzip if the client accepts gzip and the body is large, and the headers that describe the
-    encoding.
+    """Return the body of a response, and the headers that describe its encoding.
 
-    `accepts` is the client's Accept-Encoding header.
+    The body is compressed with gzip if it is large and `accepts`, the client's Accept-Encoding header, allows gzip.
     """
     offered = [
         one.strip().partition(";")[0]

@@ -1,7 +1,7 @@
 """Excludes optional imports that a process does not need.
 
-Some libraries import packages that they need only in rare cases. Each such package takes a tenth of a process's start time. In
-a worker it also takes memory. The system must free that memory after a kill, so the kill takes longer.
+Some libraries import packages that they need only in rare cases. Each such package takes a tenth of a process's start time. It
+also takes memory. The system frees a worker's memory after a kill, so more memory makes the kill take longer.
 """
 
 import contextlib
@@ -26,11 +26,10 @@ def without(*packages: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_ca_certificates() -> Iterator[None]:
-    """While the context is open, keep an import from loading this machine's trusted certificate authorities (50 ms) into a TLS
-    context.
+    """While the context is open, let an import create its TLS context without this machine's trusted certificate authorities.
 
-    Use it only if no TLS request is made with that TLS context. aiohttp's clients use the TLS context that is created at the
-    import of aiohttp.
+    Loading them takes 50 ms. Use this only if no TLS request is made with the created TLS context. aiohttp's clients use the
+    TLS context that aiohttp creates at its import.
     """
     before = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = os.devnull

@@ -1,9 +1,10 @@
-"""Reads a secret key from a file that contains only this key, on one line.
+"""Reads a secret key from a file that contains only this key, and writes private files.
 
 A key is read from a file, because a file can be protected by its permissions. Command-line arguments are visible to all users
 of the host in `ps`.
 """
 
+import os
 from pathlib import Path
 
 BYTES_MAX = 64 * 1024
@@ -24,3 +25,15 @@ def read_key(path: Path) -> str:
     if not text.isprintable() or " " in text:
         raise ValueError(f"{path} must hold the key alone, on one line")
     return text
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file atomically, readable by its owner alone, and sync it to disk. Raise OSError if this fails."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = path.with_suffix(".tmp")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)

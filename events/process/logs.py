@@ -1,7 +1,7 @@
 """Configures the logs of a process: structlog to stderr, as JSON lines or for a terminal.
 
-No log contains a user's text. So the log of an unexpected exception has the exception's type and traceback, but not its
-message, which may quote an undecodable body or a prompt that no tokenizer accepts.
+No log contains a user's text. An exception's message may quote such text: an undecodable body, or a prompt that no tokenizer
+accepts. So the log of an unexpected exception has the exception's type and traceback, but not its message.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import structlog
 
 
 def quiet() -> None:
-    """Suppress logs on a command's terminal, because a command prints what is important, or ends with an error."""
+    """Suppress a command's logs on the terminal. The command itself prints what is important, or ends with an error."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
@@ -25,7 +25,7 @@ def quiet() -> None:
 
 
 def configure() -> None:
-    """Configure structlog for this process: JSON lines, or colored text on a terminal, from level INFO on."""
+    """Configure structlog for this process: JSON lines, or coloured text on a terminal, from level INFO on."""
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()
@@ -34,7 +34,7 @@ def configure() -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            exceptions_without_words,
+            structlog.processors.ExceptionRenderer(exception_without_text),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
@@ -43,30 +43,16 @@ def configure() -> None:
     )
 
 
-def exceptions_without_words(
-    logger: object, method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    """Replace `exc_info` of a log event by `exception`: the exception types and the traceback.
+def exception_without_text(exc_info: structlog.typing.ExcInfo) -> str:
+    """Return the types and the tracebacks of an exception and of its causes, as text.
 
-    Only errors of the operating system keep their text.
+    The messages of exceptions are left out, except for the operating system's text in an OSError.
     """
-    given = event.pop("exc_info", None)
-    error = (
-        given
-        if isinstance(given, BaseException)
-        else (given or [None] * 2)[1]
-        if isinstance(given, tuple)
-        else None
-    )
-    if given is True:
-        error = sys.exc_info()[1]
-    if error is not None:
-        event["exception"] = "".join(_lines(error, set()))
-    return event
+    return "".join(_lines(exc_info[1], set()))
 
 
 def _lines(error: BaseException, seen: set[int]) -> Iterator[str]:
-    """Yield the lines about an exception. The lines about its cause or context come first."""
+    """Yield the lines of text about an exception, after the lines about its cause or context."""
     seen.add(id(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if before is not None and id(before) not in seen:
@@ -101,8 +87,11 @@ class Stderr:
 
 
 def ignore_exit_flush_errors() -> None:
-    """At exit, discard text that stderr cannot accept. Python flushes once more at exit, and a failure would change the exit
-    code."""
+    """Let the process exit with its own exit code, even if stderr cannot be written. Text that stderr cannot accept is
+    discarded at exit.
+
+    Python flushes stderr at exit. Without this function, a failure of that flush would change the exit code.
+    """
     atexit.unregister(_settle)
     atexit.register(_settle)
 

@@ -25,8 +25,10 @@ class Presence:
 def announce(
     directory: Path, role: str, name: str, url: str, pid: int | None = None, *, console: str = ""
 ) -> Path:
-    """Write the file of this process (or of the process `pid`) atomically, and return the file's path. On a full disk no
-    file is written."""
+    """Write the file of this process, or of the process `pid`, atomically, and return the file's path.
+
+    If the file cannot be written, for example because the disk is full, log a warning.
+    """
     path = directory / "run" / f"{name}.json"
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     content = json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url, console)))

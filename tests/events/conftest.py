@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 from nats_world import Broker
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 
 
 @pytest.fixture

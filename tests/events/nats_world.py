@@ -12,11 +12,12 @@ from typing import Any
 import nats
 from journal_end import last_seq
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from events.decisions import Absorbed
 from events.fact import Decision, Observation, Recorded
 from events.journal.nats import NatsJournal
-from events.journal.stream import wanted
+from events.journal.stream import stream_config
 from events.observations import DrainRequested
 from events.subjects import STREAM
 
@@ -46,7 +47,7 @@ async def make_stream(url: str, **change: Any) -> None:
     """Create the stream as another program might have."""
     client = await nats.connect(url)
     try:
-        request = json.dumps({**wanted(1), **change}).encode()
+        request = json.dumps({**stream_config(1), **change}).encode()
         answer = await client.request(f"$JS.API.STREAM.CREATE.{STREAM}", request, timeout=10)
         assert "error" not in json.loads(answer.data), answer.data
     finally:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 import pytest
+from memory_bus import matches
 
 from controller.catalogue import EMITTERS
 from events import subjects
 from events.broker_users import ROLES, names, worker_user, workers_of
-from events.nats.bus import matches
 from events.permissions import PUBLISHES, BrokerUser, users
 
 WORKERS = (worker_user("w1"), worker_user("x8", 3))
@@ -47,7 +47,9 @@ def test_each_role_may_publish_its_own_facts(role: str) -> None:
     for kind in PUBLISHES[role]:
         about = {"fleet": "all", "worker": "w1"}.get(kind.entity, "x")
         subject = f"{subjects.OBSERVED}.{kind.entity}.{about}.{kind.kind()}"
-        assert may(user.publish, subjects.said(user.name, subject) if role == "worker" else subject), kind
+        assert may(
+            user.publish, subjects.fact_of_worker(user.name, subject) if role == "worker" else subject
+        ), kind
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,8 @@ def test_a_process_of_many_workers_is_named_after_the_first() -> None:
 def test_the_worker_that_a_subject_addresses() -> None:
     worker, instance = "w1", "i1"
     for subject in (
-        subjects.drain(worker),
-        subjects.chaos(worker),
+        subjects.command("drain", worker),
+        subjects.command("chaos", worker),
         subjects.kv_ask(worker, instance),
         subjects.plane(worker, instance),
         f"{subjects.plane(worker, instance)}.channel",

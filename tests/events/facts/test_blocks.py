@@ -49,7 +49,7 @@ def test_a_prompt_of_any_length_is_hashed_the_same_way(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "block", "error"),
-    [([1], 0, ValueError), ([-1], 1, OverflowError), ([2**32], 1, OverflowError)],
+    [([1], 0, ValueError), ([-1], 1, OverflowError), ([2**32], 1, OverflowError), ([1.5], 1, OverflowError)],
 )
 def test_values_that_are_no_tokens_and_block_sizes_below_one_are_refused(
     tokens: list[int], block: int, error: type[Exception]

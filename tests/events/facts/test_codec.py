@@ -42,6 +42,7 @@ def headers_of(fact: Fact, **more: object) -> dict[str, str]:
     return codec.encode_headers(fact, **said)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", codec.KINDS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

@@ -40,9 +40,9 @@ def test_any_name_becomes_one_token(name: str) -> None:
     [
         (subjects.beat("w.1"), "live.beat.w_1"),
         (subjects.links("f 0"), "live.links.f_0"),
-        (subjects.chaos("w*"), "live.chaos.w_"),
-        (subjects.drain(">"), "live.drain._"),
-        (subjects.resume("w3"), "live.resume.w3"),
+        (subjects.command("chaos", "w*"), "live.chaos.w_"),
+        (subjects.command("drain", ">"), "live.drain._"),
+        (subjects.command("resume", "w3"), "live.resume.w3"),
     ],
 )
 def test_live_subjects_cannot_be_broken_by_a_name(made: str, expected: str) -> None:

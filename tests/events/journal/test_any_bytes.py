@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from any_fact import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_journal import MemoryJournal, MemoryStream
 
 from controller.deciders.fleet import Fleet, evolve
 from controller.read_model import rows
@@ -16,7 +18,6 @@ from events import codec, subjects
 from events.decisions import Absorbed
 from events.fact import Decision, Fact, Observation, Recorded, Skipped
 from events.journal import messages
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import SnapshotKept
 from events.order import Order
 
@@ -126,6 +127,7 @@ def test_no_message_makes_the_reader_fail(subject: bytes, headers: bytes | None,
     assert messages.read(1, NOW, subject, headers, body) == event, "every reader skips the same"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(spoilt(), st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
 def test_no_slightly_changed_event_makes_the_reader_fail(message: Message, more: Mapping[str, str]) -> None:

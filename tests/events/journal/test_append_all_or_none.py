@@ -60,6 +60,7 @@ async def run_controller(url: str, *arguments: int) -> tuple[int, bytes]:
     return one.returncode, output
 
 
+@pytest.mark.slow
 async def test_a_controller_killed_at_each_step_of_an_append_leaves_all_or_none(broker: Broker) -> None:
     reader = await NatsJournal.connect(broker.url, "frontend:f1")
     outcomes = await asyncio.gather(*(run_controller(broker.url, step, BATCH, 0) for step in range(1, BATCH)))
@@ -137,9 +138,8 @@ async def test_a_broker_killed_inside_appends_leaves_all_or_none(
 
 
 async def test_an_append_has_a_bound_and_the_bound_fits(nats_url: str) -> None:
-    journal = await NatsJournal.connect(
-        nats_url, "controller:c1", append_deadline_s=20.0
-    )  # large enough to test the limit
+    journal = await NatsJournal.connect(nats_url, "controller:c1")
+    journal.append_deadline_s = 20.0  # large enough to test the limit
     most = [absorbed(n + 1) for n in range(APPEND_MAX)]
     assert await journal.append(most, through=0, after=0) == APPEND_MAX
     for wrong in ([], [*most, absorbed(0)]):
@@ -152,7 +152,8 @@ async def test_an_append_to_a_broker_that_does_not_respond_has_an_unknown_outcom
     broker: Broker,
 ) -> None:
     wire: Any = Wire(broker.server.port)
-    journal = await NatsJournal.connect(await wire.start(), "controller:c1", append_deadline_s=0.1)
+    journal = await NatsJournal.connect(await wire.start(), "controller:c1")
+    journal.append_deadline_s = 0.1
     wire.swallow = True
     with pytest.raises(JournalUnavailable, match="read again"):
         await journal.append([absorbed(1)], through=0, after=0)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 
 from events.journal import bounds, stream
 from events.journal.bounds import SnapshotPosition
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalChanged
 from events.journal.retention import JournalBounds
@@ -49,7 +49,7 @@ def test_a_bound_may_be_set_only_where_the_rest_holds_a_snapshot() -> None:
 
 
 def test_a_streams_configuration_changes_in_its_bounds_alone() -> None:
-    config = stream.wanted(1)
+    config = stream.stream_config(1)
     changed = bounds.changed(config, JournalBounds(bytes=KIB, age=timedelta(seconds=90)))
     assert changed == config | {"max_bytes": KIB, "max_age": 90_000_000_000, "discard": "old"}
     assert bounds.changed(changed, JournalBounds(bytes=KIB, age=timedelta(seconds=90))) is None

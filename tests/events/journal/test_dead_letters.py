@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import nats
 import pytest
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from events import dead_letters
 from events.dead_letters import DeadLetter, DeadLetters, LetterNotStored
 from events.nats.connection import BrokerConnection

@@ -18,14 +18,15 @@ import pytest
 
 from controller.adapters.embedded import free_port
 from controller.adapters.embedded import postgres as embedded_postgres
-from controller.adapters.embedded.server import PORT_TRIES, start_on_free_port
-from controller.adapters.embedded.servers import (
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.postgres import start_postgres
+from controller.adapters.embedded.server import (
+    PORT_TRIES,
     EmbeddedServer,
     PortInUse,
     ServerDirectoryInUse,
     ServerFailed,
-    start_nats,
-    start_postgres,
+    start_on_free_port,
 )
 
 pytestmark = pytest.mark.servers
@@ -167,7 +168,8 @@ async def test_a_killed_parent_leaves_no_orphan_and_no_shared_memory(
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from controller.adapters.embedded.servers import start_nats, start_postgres
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.postgres import start_postgres
 async def main():
     nats = await start_nats(Path({str(tmp_path)!r}) / "nats")
     postgres = await start_postgres(Path({str(tmp_path)!r}) / "pg")

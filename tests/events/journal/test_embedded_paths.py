@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.adapters.embedded.servers import start_nats, start_postgres
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.postgres import start_postgres
 
 pytestmark = pytest.mark.servers
 

@@ -11,7 +11,8 @@ import pytest
 from nats.aio.client import Client
 from waits import until
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from events import follow as module
 from events.errors import UsageError
 from events.follow import CannotFollow, FollowedEvent, follow
@@ -131,6 +132,7 @@ async def test_a_durable_name_may_follow_other_kinds_from_its_position_on(
     assert [event.fact for event in second] == [heard(1), failed("w1"), heard(2)]
 
 
+@pytest.mark.slow
 async def test_an_event_that_takes_long_is_not_delivered_twice(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, heard(0), heard(1))
     found = []
@@ -171,6 +173,7 @@ async def test_a_reader_continues_after_the_broker_has_dropped_its_consumer(
     await client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durable", ["", "app"])
 async def test_no_event_is_missed_when_the_broker_dies_meanwhile(
     own_nats: EmbeddedServer, journal: NatsJournal, durable: str
@@ -256,6 +259,7 @@ async def recreate(url: str, journal: NatsJournal, *facts: Any) -> None:
     await client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durable", ["", "app"])
 @pytest.mark.parametrize("others", [1, 9], ids=["with fewer events", "with more events"])
 async def test_following_stops_at_a_recreated_stream(

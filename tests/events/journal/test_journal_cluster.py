@@ -13,9 +13,10 @@ from nats_world import absorbed, drain, folded, read_all
 from waits import until
 
 from controller.adapters.embedded.free_port import free_port
+from controller.adapters.embedded.nats import nats_binary
 from controller.adapters.embedded.server import spawn
-from controller.adapters.embedded.servers import nats_binary
 from events.fact import Recorded
+from events.journal.broker import ask
 from events.journal.nats import NatsJournal
 from events.journal.port import Fenced, JournalUnavailable
 
@@ -70,13 +71,14 @@ def url(nodes: list[Node]) -> str:
     return ",".join(f"nats://127.0.0.1:{node.port}" for node in nodes)
 
 
+@pytest.mark.slow
 async def test_the_stream_has_three_replicas_and_outlives_any_node(
     cluster: list[Node], tmp_path: Path, eventually: Eventually
 ) -> None:
     journal = await NatsJournal.connect(url(cluster), "worker:w1", tmp_path / "spool")
     await eventually(lambda: journal.state is not None, ELECTION_S)  # the cluster elects its leaders first
     controller = await NatsJournal.connect(url(cluster), "controller:c1")
-    assert journal.state is not None and journal.state.replicas == 3
+    assert (await ask(journal.connection, "STREAM.INFO.FLEET"))["config"]["num_replicas"] == 3
     said, number, after = 0, 0, 0
     for node in cluster[:2]:
         for _ in range(60):

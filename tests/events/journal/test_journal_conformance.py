@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 from waits import turns
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from events.decisions import Absorbed, BreakerClosed
 from events.fact import Decision, Observation, Recorded
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Fenced, Journal, JournalChanged
 from events.observations import DrainRequested, ObserverBlind, ResumeRequested, ScaleProposed
@@ -237,6 +237,7 @@ async def test_a_position_beyond_the_end_is_refused(make: Make) -> None:
         await read(journal, 7, 8)
 
 
+@pytest.mark.slow
 async def test_ten_thousand_facts_arrive_in_order(make: Make) -> None:
     journal = await make("worker:w1")
     for index in range(10_000):

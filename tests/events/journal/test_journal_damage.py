@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 from waits import turns
 
 from controller.adapters.embedded.free_port import free_port
+from controller.adapters.embedded.nats import nats_binary, start_nats
 from controller.adapters.embedded.server import spawn
-from controller.adapters.embedded.servers import nats_binary, start_nats
 from events import subjects
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalChanged, JournalUnavailable
-from events.journal.stream import StreamRefused, differences, wanted
+from events.journal.stream import StreamRefused, differences, stream_config
 
 pytestmark = pytest.mark.servers
 Eventually = Callable[..., Awaitable[None]]
@@ -113,6 +113,7 @@ async def refill(files: Path) -> None:
     shutil.copytree(server.directory / "store", files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flip", "flip-early", "truncate", "zero"])
 async def test_a_damaged_last_block_is_noticed(broker: Broker, tmp_path: Path, damage: str) -> None:
     journal = await spoken(broker.url, 30, tmp_path / "spool")
@@ -203,7 +204,7 @@ async def test_a_stream_that_breaks_a_promise_is_refused_with_the_reason(
 async def test_limits_are_the_operator_s_choice(nats_url: str) -> None:
     await make_stream(nats_url, max_bytes=10_000_000, max_age=10**15)
     journal = await NatsJournal.connect(nats_url, "worker:w1")
-    assert (await journal.stream_state()).bytes_max == 10_000_000
+    assert (await journal.usage()).bytes_max == 10_000_000
     await journal.close()
 
 
@@ -218,7 +219,7 @@ async def test_a_full_stream_keeps_what_it_has_and_the_spool_keeps_the_rest(
             journal.observe(drain(number))
         await eventually(lambda: any(line["event"] == "journal_refuses" for line in logs))
     assert journal.counters.dropped == 0
-    config = json.dumps({**wanted(1), "max_bytes": -1}).encode()
+    config = json.dumps({**stream_config(1), "max_bytes": -1}).encode()
     await client.request(f"$JS.API.STREAM.UPDATE.{subjects.STREAM}", config)
     await eventually(lambda: journal.spool_depth == 0, 20)
     kept = folded(await read_all(journal))[journal.source]
@@ -239,8 +240,8 @@ async def test_purging_and_deleting_are_refused(nats_url: str) -> None:
 
 
 def test_too_few_replicas_are_a_reason() -> None:
-    assert differences(wanted(3), 3) == []
-    assert differences(wanted(1), 3) == ["it has 1 replicas, not 3"]
+    assert differences(stream_config(3), 3) == []
+    assert differences(stream_config(1), 3) == ["it has 1 replicas, not 3"]
 
 
 async def test_a_broker_without_jetstream_is_named_in_the_error(tmp_path: Path) -> None:

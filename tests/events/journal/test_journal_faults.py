@@ -31,6 +31,7 @@ Eventually = Callable[..., Awaitable[None]]
 # --- killed and restarted --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_broker_killed_twenty_times_under_load_loses_nothing_and_doubles_nothing(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -185,6 +186,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broker_dies", [False, True])
 async def test_a_process_killed_while_publishing_loses_no_published_fact(
     broker: Broker, tmp_path: Path, eventually: Eventually, broker_dies: bool
@@ -251,6 +253,7 @@ async def test_a_connection_broken_anywhere_while_sending_loses_and_doubles_noth
     await wire.close()
 
 
+@pytest.mark.slow
 async def test_a_connection_that_drops_everything_is_replaced(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -268,16 +271,21 @@ async def test_a_connection_that_drops_everything_is_replaced(
     await wire.close()
 
 
-async def test_an_overtaken_fact_is_published_again_under_a_new_number(nats_url: str) -> None:
+async def test_an_overtaken_fact_is_published_again_under_a_new_number(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first of two was refused for a moment and the second stored: a fold would drop the first for good."""
     journal = await NatsJournal.connect(nats_url, "worker:w1")
     journal.observe(drain(1))
     journal.observe(drain(2))
     assert await journal.flush(5)
-    message = journal._message(drain(3), codec.new_id(), datetime.now(UTC), "", "", "")
-    late = journal._message(drain(4), codec.new_id(), datetime.now(UTC), "", "", "")
+    held: list[OutboxMessage] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(journal._publisher, "add", held.append)
+        journal.observe(drain(3))
+        journal.observe(drain(4))
     with capture_logs() as logs:
-        for each in (late, message):  # in the wrong order
+        for each in reversed(held):
             journal._publisher.add(each)
             assert await journal.flush(5)
         assert await journal.flush(5)
@@ -319,6 +327,7 @@ async def test_a_reader_without_its_consumer_creates_another(nats_url: str, even
     await other.close()
 
 
+@pytest.mark.slow
 async def test_a_reader_that_falls_behind_is_not_flooded(nats_url: str) -> None:
     journal = await NatsJournal.connect(nats_url, "worker:w1")
     for number in range(12_000):

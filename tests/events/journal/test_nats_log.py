@@ -87,4 +87,4 @@ async def test_refusals_before_the_first_read_of_the_log_are_reported(tmp_path: 
         broker.check()
         assert [(one.who, one.tried) for one in told] == [(STRANGER, "connect")]
     finally:
-        await broker.stop()
+        await broker.server.stop()

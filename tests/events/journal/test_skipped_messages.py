@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 from structlog.testing import capture_logs
 
 from events import codec, subjects
@@ -16,7 +17,6 @@ from events.codec import UnknownKind
 from events.decisions import Absorbed
 from events.fact import Decision, Fact, Recorded, Skipped
 from events.journal import messages
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Fenced
 from events.observations import DrainRequested, EventQuarantined, WorkerHeard

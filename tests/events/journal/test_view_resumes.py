@@ -4,6 +4,7 @@ import asyncio
 from datetime import UTC, datetime
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 from structlog.testing import capture_logs
 from waits import until
 
@@ -12,7 +13,6 @@ from events import codec
 from events.codec import UnknownKind
 from events.decisions import Absorbed
 from events.journal import messages
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import EventQuarantined, WorkerHeard
 from events.order import OutOfTurn
 

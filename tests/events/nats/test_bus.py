@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from memory_bus import MemoryBus, matches
 from waits import turns
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
-from events.nats.bus import Body, Bus, BusUnavailable, MemoryBus, NatsBus, NoAnswer, matches
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
+from events.nats.bus import Body, Bus, BusUnavailable, NatsBus, NoAnswer
 
 Eventually = Callable[..., Awaitable[None]]
 

@@ -10,7 +10,8 @@ import pytest
 from two_sides import SUBJECT, RecordingPeer, World
 from waits import block_until
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from events import subjects
 from events.nats.channel import SILENT_S_MAX, WINDOW_BYTES, NoResponders
 from events.nats.channels import Channels

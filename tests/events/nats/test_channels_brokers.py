@@ -166,6 +166,7 @@ async def test_a_slow_reader_that_the_broker_disconnects_loses_its_channels_and_
         await talk(made, eventually)
 
 
+@pytest.mark.slow
 async def test_a_broker_that_accepts_no_more_data_is_disconnected(
     start: Start, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:

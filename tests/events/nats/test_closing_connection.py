@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from waits import turns
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from events.nats.connection import BrokerConnection
 
 pytestmark = pytest.mark.servers

@@ -68,7 +68,7 @@ async def check_every_role_works(url_of: Callable[[str], str], eventually: Event
     ):
         assert await operator.request("control.status", {}, 20) == {"leader": "c1"}
         await asked.subscribe(subjects.live("w1"), lambda subject, body: {"draining": True})
-        await eventually_answers(asking, subjects.drain("w1"), {"draining": True})
+        await eventually_answers(asking, subjects.command("drain", "w1"), {"draining": True})
     near, far = await Channels.open(url_of("frontend"), "near"), await Channels.open(url_of(WORKER), "far")
     let_in: list[RecordingPeer] = []
 
@@ -154,6 +154,7 @@ async def test_accounts_with_passwords(start: Start, tmp_path: Path, eventually:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nats", "tls"])
 async def test_creds_with_a_jwt(
     start: Start, scheme: str, request: pytest.FixtureRequest, tmp_path: Path, eventually: Eventually

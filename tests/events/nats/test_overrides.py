@@ -124,7 +124,7 @@ async def test_messages_of_the_fast_paths_are_received_like_published_ones(
     await connection.client.flush()
     await connection.client.publish("a.b", b"body", "re.ply", {"k": "v"})
     await connection.client.flush()
-    assert connection.client.say("a.b", b"body", "re.ply", {"k": "v"})
+    assert connection.client.publish_now("a.b", b"body", "re.ply", {"k": "v"})
     await connection.client.publish("a.b", b"headbody", "re.ply")
     assert connection.client.post(b"a.b re.ply ", b"head", b"body")
     connection.client.write()
@@ -148,7 +148,7 @@ async def test_a_raw_message_larger_than_one_read_reaches_its_handler_too(
 @pytest.mark.servers
 async def test_a_payload_above_the_brokers_limit_is_refused(connection: BrokerConnection) -> None:
     with pytest.raises(MaxPayloadError):
-        connection.client.say("a.b", bytes(connection.client.max_payload + 1), "c", {})
+        connection.client.publish_now("a.b", bytes(connection.client.max_payload + 1), "c", {})
 
 
 @pytest.mark.servers

@@ -86,7 +86,7 @@ class Sides:
         """Deliver a message that `side` has sent."""
         if self.channels[1 - side] not in self.wires[1 - side].forgotten:
             kind, place, read = HEAD.unpack(message[0])
-            self.channels[1 - side].hear(kind, place, read, message[1])
+            self.channels[1 - side].receive(kind, place, read, message[1])
 
     def carry(self) -> None:
         """Deliver everything, both ways, until nothing is left to send."""
