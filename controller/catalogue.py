@@ -1,6 +1,6 @@
 """Lists the event kinds with their fields and emitters, derived from the dataclasses of the facts.
 
-`controller.commands.write_docs` generates the event documents from this catalogue.
+`tests/fixtures/reference_docs.py` generates the event documents from this catalogue.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ EMITTERS: Mapping[str, str] = {
     "panic_ended": "a frontend, on leaving panic",
     "frontend_breakers_moved": "a frontend, once per second in which one of its local breakers changed",
 }
-"""Emitter of each observation, and how often it emits one. The leading controller emits all decisions."""
+"""The emitter of each kind of observation, and how often it emits one. The leading controller emits all decisions."""
 
 TRAILING = r"^    (\w+): (?:[^#\n]*\(\n(?: {8}[^#\n]*\n)*(?:    \)| {8}))?[^#\n]*  # (.+)$"  # a field and its trailing comment
 ABOVE = (
@@ -90,7 +90,7 @@ class FieldEntry:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """The description of one event kind. `promise` is the docstring of its class."""
+    """The description of one event kind. `promise` is the docstring of the event kind's class."""
 
     kind: str
     fact: type[Fact]
@@ -106,12 +106,12 @@ class CatalogueEntry:
 
 
 def entries() -> tuple[CatalogueEntry, ...]:
-    """Return the description of every event kind: observations before decisions, each in order of declaration."""
+    """Return the descriptions of all event kinds: first observations, then decisions, both in order of declaration."""
     return tuple(_entry(kind, fact) for kind, fact in codec.KINDS.items())
 
 
 def subject_of(fact: type[Fact]) -> str:
-    """Return the broker subject of an event kind, with a variable token such as the worker's name in angle brackets."""
+    """Return the broker subject of an event kind. A variable token, such as the worker's name, is in angle brackets."""
     if issubclass(fact, Decision):
         return f"{DECIDED}.{fact.kind()}"
     assert issubclass(fact, Observation)
@@ -144,7 +144,7 @@ def _type_text(annotation: object) -> str:
 def notes_of(shape: type) -> dict[str, str]:
     """Return the comment of each field of a class and its bases, by field name.
 
-    A comment is after the field's definition, which may take several lines, or on the line above the field."""
+    A field's comment is at the end of its definition, or on the line above the field."""
     found: dict[str, str] = {}
     for cls in reversed(shape.__mro__[:-1]):
         source = inspect.getsource(cls)

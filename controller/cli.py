@@ -2,11 +2,11 @@
 
 A command's modules are imported only when the command runs.
 
-Exit codes: 0 success, 1 failure, 2 usage error, 3 finding (`replay verify`, or a projector that finds rows missing in its store).
+Exit codes: 0 success, 1 failure, 2 usage error, 3 finding. Findings are a difference that `replay verify` reports, an event at
+which readers stop (`journal inspect`), and rows that a projector misses in its store.
 """
 
 import argparse
-import gc
 import importlib
 import os
 import sys
@@ -32,12 +32,12 @@ CONFIGURED = (*ROLES, "up", "settings")  # commands with --config
 CONFIG = "TOML file with settings, and for `up` its flags; environment and flags override it (docs/reference/commands.md)"
 # commands without --data
 DATALESS = ("demo", "simulate", "trace", "cost", "profile", "model", "settings", "completion", "worker")
-WITH_AIOHTTP = (
-    *ROLES,
-    "demo",
-    "trace",
-    "profile",
-)  # the other commands run without aiohttp, which nats-py imports but needs only for WebSocket brokers
+# the other commands run without aiohttp, which nats-py imports but needs only for WebSocket brokers
+WITH_AIOHTTP = (*ROLES, "demo", "trace", "profile")
+SHELLS = ("bash", "zsh", "fish")  # with a completion script
+COMPLETIONS = (
+    Path(__file__).parent / "commands" / "completions"
+)  # written by tests/fixtures/reference_docs.py
 CLOSED = (*ROLES, "up", "demo")  # commands that write into a fleet's directory
 
 
@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments, and report unknown ones as errors of this command.
 
-        Without this override, argparse would report unknown arguments as errors of the parent command."""
+        Without this override, argparse would report unknown arguments as errors of the parent command.
+        """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -76,7 +77,10 @@ class VersionAction(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name, and return its exit code. `argv` None means the process's arguments."""
+    """Run the command that the arguments name, and return its exit code.
+
+    If `argv` is None, the arguments are those of the process.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
@@ -98,7 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hush() -> None:
-    """Redirect stdout to /dev/null, because Python flushes stdout again at exit and would report a second error."""
+    """Redirect stdout to /dev/null after a write to stdout has failed.
+
+    At exit, Python flushes stdout again. Without the redirection, this flush would report a second error.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -131,9 +138,11 @@ def _main(arguments: list[str]) -> int:
 
 
 def _prepared(wanted: str | None, arguments: list[str]) -> tuple[Parser, list[str]]:
-    """Return the parser, and the arguments including those that the configuration file adds. Raise UsageError.
+    """Return the parser, and the arguments including those that the configuration file adds.
 
-    `wanted` is the name of the command, if the arguments contain one."""
+    `wanted` is the name of the command, if the arguments contain one. Raise UsageError if --config has no value, and
+    BadConfigFile or BadSetting if the file is invalid.
+    """
     path = _config_file(arguments) if wanted in CONFIGURED else None
     if path is None or wanted is None:
         return parser_for({wanted} if wanted else ()), arguments
@@ -155,7 +164,10 @@ def _prepared(wanted: str | None, arguments: list[str]) -> tuple[Parser, list[st
 
 
 def _config_file(arguments: Sequence[str]) -> Path | None:
-    """Return the file that the last --config names, or None without --config. Raise UsageError if its value is missing."""
+    """Return the file that the last --config names, or None without --config.
+
+    Raise UsageError if --config has no value.
+    """
     found = None
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         if flag == "--config" or flag.startswith("--config="):
@@ -222,7 +234,7 @@ def _loaded(place: str) -> Callable[..., Any]:
 
 
 def _say_why(error: HoldfastError) -> None:
-    """Print an error on stderr. Control characters are escaped, because the error may quote a worker or a server."""
+    """Print an error on stderr. Control characters are escaped, because the error may quote text from a worker or a server."""
     with safe_output():
         print(f"holdfast: {error}", file=sys.stderr)
 
@@ -239,7 +251,7 @@ def data_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def tiny_model(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand of `holdfast model`."""
+    """Add the subcommand `tiny` of `holdfast model`, which creates a tiny Llama model for tests."""
     from workers.engines import tiny
 
     kinds = parser.add_subparsers(title="models", metavar="KIND", required=True)
@@ -249,15 +261,15 @@ def tiny_model(parser: argparse.ArgumentParser) -> None:
 
 def completion_flags(parser: argparse.ArgumentParser) -> None:
     """Add the argument of `holdfast completion`."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to generate the script for")
+    parser.add_argument("shell", choices=SHELLS, help="shell of the script")
 
 
 def completion(args: argparse.Namespace) -> int:
-    """Print the completion script of a shell."""
-    gc.disable()  # garbage collection would take a tenth of the time of the imports
-    import shtab
+    """Print the completion script of a shell.
 
-    print(shtab.complete(parser_for(COMMANDS), shell=args.shell))
+    The script is generated in advance, because shells run this command at their start and wait for it.
+    """
+    print((COMPLETIONS / f"holdfast.{args.shell}").read_text(encoding="utf-8"), end="")
     return 0
 
 

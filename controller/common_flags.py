@@ -1,4 +1,4 @@
-"""Adds the flags and subcommands that many commands have to their argument parsers."""
+"""Functions that add common flags and subcommands to an argument parser."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -16,15 +16,16 @@ def output_flag(parser: argparse.ArgumentParser, *others: str) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
-    """Add each of these flags to a parser. In a key of `flags`, the names of one flag are separated by spaces."""
+    """Add `flags` to a parser. Each key holds the names of one flag, separated by spaces."""
     for names, options in flags.items():
         parser.add_argument(*names.split(), **options)
 
 
 def subcommands(parser: argparse.ArgumentParser, dest: str) -> AddCommand:
-    """Return a function that adds a subcommand, given its name and help text, and returns its parser.
+    """Return a function that takes a subcommand's name and help text, adds the subcommand, and returns its parser.
 
-    The parsed arguments hold the name of the chosen subcommand as `dest`. Every subcommand accepts --data after its name."""
+    The parsed arguments hold the name of the chosen subcommand as `dest`. Every subcommand accepts --data after its name.
+    """
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest=dest, required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:

@@ -6,10 +6,8 @@ import structlog
 
 from events.process import logs
 
-CLIENTS_MISTAKES = (
-    "aiohttp.http_exceptions",
-    "aiohttp.web_protocol",
-)  # aiohttp modules with the errors that a malformed request causes
+# aiohttp modules with the errors that a malformed request causes
+CLIENTS_MISTAKES = ("aiohttp.http_exceptions", "aiohttp.web_protocol")
 
 
 def configure() -> None:

@@ -5,8 +5,8 @@
 
     Queues(registry).waiting.labels("m").set(3)
 
-Rows are registered in declaration order, which is the order of a scrape. The collector of a row is stored in the instance's
-`__dict__` under the row's name, so that reading the collector is a plain attribute access.
+Rows are registered in declaration order, and a scrape returns them in this order. The collector of a row is stored in the
+instance's `__dict__` under the row's name, so that reading the collector is a plain attribute access.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Row(Generic[M]):
     def __get__(self, table: object | None, owner: type) -> Self | M:
         """Return the row when it is read from a table class.
 
-        Reading from an instance returns the collector in its `__dict__`, which takes precedence over this descriptor."""
+        On an instance, Python finds the collector in the instance's `__dict__`, and does not call this method."""
         return self
 
 
@@ -46,9 +46,11 @@ class MetricTable:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Create the collector of each row, and register it with `registry`.
 
-        `registry` None is for a table of one scrape: the caller fills its metric families and yields them. Raise ValueError if
-        the registry already has a metric of the same name.
+        If `registry` is None, the collectors are not registered. A caller that creates a new table for each scrape passes None,
+        fills the collectors, and returns them to Prometheus. Raise ValueError if the registry already has a metric of the same
+        name.
         """
+        self.registry = registry or CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` series are not wanted
         for name, row in self.rows().items():
             made = row.make(row)
@@ -62,7 +64,7 @@ class MetricTable:
         return {name: row for name, row in vars(cls).items() if isinstance(row, Row)}
 
     def end(self, value: str, *labels: str) -> None:
-        """Remove every series in which one of these labels has this value."""
+        """Remove every series that has the value `value` in one of the labels `labels`."""
         for name, row in self.rows().items():
             for label in set(labels) & set(row.labels):
                 vars(self)[name].remove_by_labels({label: value})
@@ -92,5 +94,5 @@ def histogram(name: str, text: str, *labels: str, bounds: Sequence[float]) -> Ro
 
 
 def scraped(name: str, text: str, *labels: str) -> Row[GaugeMetricFamily]:
-    """Declare a gauge that has no value of its own between scrapes, because each scrape creates and fills it."""
+    """Declare a gauge that each scrape creates anew and fills, and that keeps no value between scrapes."""
     return Row(name, text, labels, lambda row: GaugeMetricFamily(row.name, row.text, labels=row.labels))

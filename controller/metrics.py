@@ -1,15 +1,17 @@
 """Exposes the Prometheus metrics of a controller: the fleet's state, and the controller's own work.
 
-Every controller folds the same journal and therefore exposes the same fleet. Aggregate over controllers with `max`, never with
-`sum`. State is read from the fold at scrape time. Counters count only the facts that arrive after the controller's start, so
-that a restart does not count history again.
+All controllers compute the fleet's state from the same journal, and therefore expose the same state. Aggregate it over
+controllers with `max`, never with `sum`. The state is read at scrape time. Counters count only the facts that arrive after the
+controller's start. A restarted controller therefore does not count old facts again.
 
-`cardinality="compact"` (B29) limits the number of series. The worker labels of histograms and counters, and both ends of a
-migration, get the value "all". The journal still has the names.
+`cardinality="compact"` limits the number of series (docs/concepts/corrections.md, correction B29). The worker labels of
+histograms and counters, and the source and target labels of migrations, then have the value "all". The workers' names are still
+on the journal.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
@@ -19,81 +21,71 @@ from prometheus_client.registry import Collector
 from controller.deciders.fleet import Fleet
 from controller.metric_table import MetricTable, counter, gauge, histogram, scraped
 from controller.runtime.beats import Beats
+from events import observations as seen
 from events.decisions import HealthStatus
-from events.fact import Recorded
+from events.fact import Fact, Recorded
 from events.journal.counters import ObservedJournal
-from events.observations import (
-    CanaryFailed,
-    CanaryReason,
-    CanarySlow,
-    CheckType,
-    ExposureUnknown,
-    GoldenDisputed,
-    IntrusionRefused,
-    RequestMigrated,
-    TokensUnlikely,
-    WorkerAwaited,
-    WorkerJoined,
-)
 from events.process.exposition import written
 
 Cardinality = Literal["full", "compact"]
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 ALL = "all"
-REASONS: tuple[CanaryReason, ...] = get_args(CanaryReason)
+REASONS: tuple[seen.CanaryReason, ...] = get_args(seen.CanaryReason)
 BREAKER = {"closed": 0, "open": 1, "half_open": 2}
 CHECK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 MIGRATION_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 BEAT_FRESH_S = 3.0
-OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
-    "leader": ("1 while this controller holds the lease", "gauge"),
-    "lease_takeovers": ("Times that this controller took over the lease", "counter"),
-    "observer_blind": ("1 while more than half of the fleet is silent, so that no worker is declared silent", "gauge"),
-    "workers_lingering": ("Dead instances with a process that still runs, because it was not terminated", "gauge"),
-    "journal_position": ("Stream sequence of the last event that this controller has folded", "gauge"),
-    "decisions": ("Decisions that this controller appended", "counter"),
-    "settles": ("Times that this controller ran the deciders", "counter"),
-    "settle_seconds": ("Seconds spent in the deciders", "counter"),
-    "appends": ("Attempts to append decisions; each is one fenced write", "counter"),
-    "appends_fenced": ("Appends that were rejected because another controller had decided", "counter"),
-    "appends_unknown": ("Appends with unknown outcome; the controller reads the journal again", "counter"),
-    "facts_observed": ("Facts that this process recorded", "counter"),
-    "facts_acknowledged": ("Facts of this process that the journal has acknowledged", "counter"),
-    "facts_retried": ("Facts that were published again", "counter"),
-    "facts_dropped": (
-        "Facts that were dropped: the spool was full, they were a week old, or the broker can never accept them",
-        "counter",
-    ),
-    "facts_withheld": ("Observations that were not published, because their kind is not in force in this fleet yet", "counter"),
-    "journal_skipped": ("Messages on the journal that are not events and that this process skipped", "counter"),
-    "journal_unknown": (
-        "Events that this process skipped because it does not know their kind: a newer release wrote them",
-        "counter",
-    ),
-    "spool_depth": ("Facts of this process that the journal has not acknowledged yet", "gauge"),
-    "spool_bytes": ("Approximate size of those facts in bytes", "gauge"),
-    "journal_reachable": ("1 while this process can write to the journal", "gauge"),
-    "journal_bytes": ("Size of the journal on the broker's disk", "gauge"),
-    "journal_max_bytes": (
-        "Size limit of the journal, beyond which the oldest events are dropped; absent without a limit",
-        "gauge",
-    ),
-    "journal_free_bytes": ("Free space on the broker's disk, if the broker runs on this host", "gauge"),
-    "journal_full_in_seconds": (
+OWN: Mapping[str, str] = {
+    "leader": "1 while this controller holds the lease",
+    "lease_takeovers": "Times that this controller took over the lease",
+    "observer_blind": "1 while more than half of the fleet is silent, so that no worker is declared silent",
+    "workers_lingering": "Dead instances with a process that still runs, because it was not terminated",
+    "journal_position": "Stream sequence of the last event that this controller has folded",
+    "decisions": "Decisions that this controller appended",
+    "settles": "Times that this controller ran the deciders",
+    "settle_seconds": "Seconds spent in the deciders",
+    "appends": "Attempts to append decisions; each is one fenced write",
+    "appends_fenced": "Appends that were rejected because another controller had decided",
+    "appends_unknown": "Appends with unknown outcome; the controller reads the journal again",
+    "facts_observed": "Facts that this process recorded",
+    "facts_acknowledged": "Facts of this process that the journal has acknowledged",
+    "facts_retried": "Facts that were published again",
+    "facts_dropped": "Facts that were dropped: the spool was full, they were a week old, or the broker can never accept them",
+    "facts_withheld": "Observations that were not published, because their kind is not in force in this fleet yet",
+    "journal_skipped": "Messages on the journal that are not events and that this process skipped",
+    "journal_unknown": "Events that this process skipped because it does not know their kind: a newer release wrote them",
+    "spool_depth": "Facts of this process that the journal has not acknowledged yet",
+    "spool_bytes": "Approximate size of those facts in bytes",
+    "journal_reachable": "1 while this process can write to the journal",
+    "journal_bytes": "Size of the journal on the broker's disk",
+    "journal_max_bytes": "Size limit of the journal, beyond which the oldest events are dropped; absent without a limit",
+    "journal_free_bytes": "Free space on the broker's disk, if the broker runs on this host",
+    "journal_full_in_seconds":
         "Seconds until the journal is full at the growth of the last day; absent while the journal is too young to tell, or if "
         "its oldest events are dropped before",
-        "gauge",
-    ),
-    "broker_certificate_ends_timestamp_seconds": (
+    "broker_certificate_ends_timestamp_seconds":
         "Expiry of the broker's certificate, in seconds since 1970; absent if the broker presents none",
-        "gauge",
-    ),
 }  # fmt: skip
 """Metrics of the process itself, read at scrape time and exported under holdfast_. A value of None is not exported."""
+COUNTERS = (
+    "lease_takeovers", "decisions", "settles", "settle_seconds", "appends", "appends_fenced",
+    "appends_unknown", "facts_observed", "facts_acknowledged", "facts_retried", "facts_dropped",
+    "facts_withheld", "journal_skipped", "journal_unknown",
+)  # fmt: skip
+"""The metrics in `OWN` that are counters. The others are gauges."""
+
+
+def _own_metric(name: str, value: float | None) -> Metric:
+    kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+    return kind(f"holdfast_{name}", OWN[name], value)
 
 
 class ControllerMetrics(MetricTable):
-    """The metrics that are counted as facts arrive. Implements `CanaryMeter`, and is called by a FleetView for new facts."""
+    """The metrics that keep their values between scrapes: the canary loop and new facts update them.
+
+    The canary loop uses an instance as its `CanaryMeter`. The controller's `FleetView`, which reads the journal, passes new
+    facts to the instance.
+    """
 
     checks = histogram(
         "dynamo_health_check_duration_seconds",
@@ -151,9 +143,8 @@ class ControllerMetrics(MetricTable):
     )
 
     def __init__(self, cardinality: Cardinality = "full", registry: CollectorRegistry | None = None) -> None:
-        """Register all metrics at 0 with `registry`, or with a new registry if it is None."""
-        self.registry = registry or CollectorRegistry()
-        super().__init__(self.registry)
+        """Register all metrics at 0 with `registry`, or with a new registry if `registry` is None."""
+        super().__init__(registry or CollectorRegistry())
         self._compact = cardinality == "compact"
         self._known: set[str] = set()  # workers with counters of failures
         for method in ("transfer", "reprefill"):
@@ -161,7 +152,7 @@ class ControllerMetrics(MetricTable):
 
     # --- measured by the canary loop ------------------------------------------------------------------------
 
-    def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
+    def count_probe(self, worker: str, check_type: seen.CheckType, seconds: float) -> None:
         """Record the seconds that the answer to one canary probe took."""
         self.checks.labels(self._worker(worker), check_type).observe(seconds)
 
@@ -170,7 +161,7 @@ class ControllerMetrics(MetricTable):
         self.gpu_seconds.labels(self._worker(worker)).inc(gpu_seconds)
 
     def late(self, seconds: float) -> None:
-        """Record how many seconds after its scheduled time the last probe started."""
+        """Record how many seconds after its scheduled time a canary probe started."""
         self.lateness.set(seconds)
 
     def _worker(self, worker: str) -> str:
@@ -178,10 +169,12 @@ class ControllerMetrics(MetricTable):
 
     # --- counted from the journal ---------------------------------------------------------------------------
 
-    def know(self, fleet: Fleet) -> None:
+    def set_workers(self, fleet: Fleet) -> None:
         """Create the counters of new workers at 0, and remove those of workers that have left the fleet.
 
-        A counter must exist at 0, because Prometheus would miss the first increase of a counter that appears at 1 (B26)."""
+        A counter must exist at 0, because Prometheus would miss the first increase of a counter that appears at 1
+        (docs/concepts/corrections.md, correction B26).
+        """
         for worker in fleet.workers.keys() - self._known:
             self._begin(worker)
         for worker in self._known - fleet.workers.keys():
@@ -197,38 +190,33 @@ class ControllerMetrics(MetricTable):
             self.canary_failures.labels(worker, reason)
 
     def count(self, batch: Sequence[Recorded]) -> None:
-        """Count events. The caller must pass only events that were recorded after the start of this controller."""
+        """Update the counters with events. The caller must pass only events that were recorded after this controller's start."""
         for recorded in batch:
-            fact = recorded.fact
-            if isinstance(
-                fact, CanaryFailed | CanarySlow | GoldenDisputed | TokensUnlikely | ExposureUnknown
-            ):
-                if fact.worker in self._known:  # the series of a worker that has left are removed
-                    self._found(fact)
-            elif isinstance(fact, RequestMigrated):
+            self._count(recorded.fact)
+
+    def _count(self, fact: Fact) -> None:
+        match fact:
+            case seen.WorkerJoined() if fact.worker not in self._known:
+                self._begin(fact.worker)
+            case seen.WorkerAwaited() if fact.name_taken_by:
+                self.names_taken.inc()
+            case seen.IntrusionRefused():
+                self.intrusions.inc(fact.times)
+            case seen.RequestMigrated():
                 ends = (ALL, ALL) if self._compact else (fact.source, fact.target)
                 self.migrations.labels(*ends, fact.method).inc()
                 self.migration_seconds.labels(fact.method).observe(fact.gap_ms / 1000)
-            elif isinstance(fact, IntrusionRefused):
-                self.intrusions.inc(fact.times)
-            elif isinstance(fact, WorkerAwaited) and fact.name_taken_by:
-                self.names_taken.inc()
-            elif isinstance(fact, WorkerJoined) and fact.worker not in self._known:
-                self._begin(fact.worker)
-
-    def _found(
-        self, fact: CanaryFailed | CanarySlow | GoldenDisputed | TokensUnlikely | ExposureUnknown
-    ) -> None:
-        match fact:
-            case CanaryFailed():
+            case seen.WorkerObservation() | seen.ExposureUnknown() if fact.worker not in self._known:
+                pass  # the series of a worker that has left are removed
+            case seen.CanaryFailed():
                 self.canary_failures.labels(fact.worker, fact.reason).inc()
-            case CanarySlow():
+            case seen.CanarySlow():
                 self.canary_failures.labels(fact.worker, "latency_spike").inc()
-            case GoldenDisputed():
+            case seen.GoldenDisputed():
                 self.disputes.labels(fact.worker).inc()
-            case TokensUnlikely():
+            case seen.TokensUnlikely():
                 self.tokens_unlikely.labels(fact.worker).inc()
-            case ExposureUnknown():
+            case seen.ExposureUnknown():
                 self.exposures_unknown.labels(fact.worker).inc()
 
     def render(self) -> bytes:
@@ -278,47 +266,33 @@ class FleetGauges(MetricTable):
     incidents = scraped("holdfast_incidents_open", "Incidents that are open")
 
 
+@dataclass(eq=False)
 class FleetCollector(Collector):
-    """Collects the state metrics at scrape time, from the fold, the heartbeats and the process's own numbers."""
+    """Collects the state metrics at scrape time: from the fleet's state, the heartbeats and the process's own metrics."""
 
-    def __init__(
-        self, look: Callable[[], Fleet], beats: Beats | None, own: Callable[[], Mapping[str, float | None]]
-    ) -> None:
-        """Create a collector that calls `look` for the fleet, and `own` for the process's own numbers (`OWN`).
-
-        `beats` holds the workers' heartbeats. If it is None, no worker counts as reporting."""
-        self._look = look
-        self._beats = beats
-        self._own = own
+    look: Callable[[], Fleet]
+    beats: Beats | None  # without them, no worker counts as reporting
+    own: Callable[[], Mapping[str, float | None]]  # the process's own numbers (`OWN`)
 
     def collect(self) -> Iterable[Metric]:
-        fleet, gauges = self._look(), FleetGauges()
+        fleet, gauges = self.look(), FleetGauges()
         _fill_workers(gauges, fleet)
         self._fill_reports(gauges, fleet)
         _fill_models(gauges, fleet)
-        yield from gauges.of_kind(GaugeMetricFamily)
-        yield from self._process()
+        own = self.own()
+        return [*gauges.of_kind(GaugeMetricFamily), *(_own_metric(name, own.get(name, 0.0)) for name in OWN)]
 
     def _fill_reports(self, gauges: FleetGauges, fleet: Fleet) -> None:
         living = {name: worker for name, worker in fleet.workers.items() if worker.alive}
         reporting = 0
         for name, worker in living.items():
-            beat = self._beats and self._beats.fresh(name, worker.joined.instance, BEAT_FRESH_S)
+            beat = self.beats and self.beats.fresh(name, worker.joined.instance, BEAT_FRESH_S)
             if beat:
                 reporting += 1
                 gauges.skew.add_metric([name], beat.skew_s)
         gauges.registered.add_metric([], len(living))
         gauges.reporting.add_metric([], reporting)
         gauges.awaited.add_metric([], len(fleet.waiting))
-
-    def _process(self) -> Iterable[Metric]:
-        own = self._own()
-        for name, (text, kind) in OWN.items():
-            kinds = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            family, value = kinds(f"holdfast_{name}", text), own.get(name, 0.0)
-            if value is not None:
-                family.add_metric([], value)
-            yield family
 
 
 def _fill_workers(gauges: FleetGauges, fleet: Fleet) -> None:
@@ -338,7 +312,7 @@ def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:
         weights[worker.joined.model] += worker.weight
     levels = {model: state.level for model, state in fleet.models.items()}
     workers = fleet.workers.values()
-    ready = Counter(one.joined.model for one in workers if one.spare.kept and one.well)
+    ready = Counter(one.joined.model for one in workers if one.spare.kept and one.fully_healthy)
     empty = Counter(one.joined.model for one in workers if one.lost and not one.spare.kept)
     for model, weight in weights.items():
         gauges.spares.add_metric([model], ready[model])
@@ -350,7 +324,7 @@ def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:
 
 
 class JournalMetrics(Collector):
-    """Collects the metrics of a process's access to the journal at scrape time."""
+    """Collects, at scrape time, the metrics of a process's access to the journal."""
 
     def __init__(self, journal: ObservedJournal) -> None:
         self._journal = journal
@@ -364,7 +338,4 @@ class JournalMetrics(Collector):
             "facts_withheld": counters.withheld,
             "journal_unknown": counters.unknown,
         }
-        for name, value in values.items():
-            text, kind = OWN[name]
-            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            yield family(f"holdfast_{name}", text, value=float(value))
+        return [_own_metric(name, value) for name, value in values.items()]

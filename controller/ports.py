@@ -6,12 +6,13 @@ The port of the journal is in `events.journal.port`.
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Unpack
 
 from controller.deciders.fleet import Fleet
 from controller.read_model.errors import StoreForbidden as StoreForbidden
 from controller.read_model.errors import StoreRefused as StoreRefused
 from controller.read_model.errors import StoreUnavailable as StoreUnavailable
+from controller.read_model.rows import EventFilter
 from controller.router.endpoints import ConnectedWorkers
 from controller.router.trust import TrustedSource
 from events.decisions import PolicyAdopted
@@ -35,11 +36,9 @@ class Clock(Protocol):
 
     def now(self) -> datetime:
         """Return the current time as a datetime with the time zone UTC."""
-        ...
 
     def monotonic(self) -> float:
         """Return the monotonic time in seconds."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Sleep for `seconds`."""
@@ -50,7 +49,6 @@ class Observe(Protocol):
 
     def __call__(self, fact: Observation, *, traceparent: str = "") -> object:
         """Record one fact. `traceparent` is the trace context of the client request that caused the fact; "" without one."""
-        ...
 
 
 # --- the state store ------------------------------------------------------------------------------------------------
@@ -72,7 +70,7 @@ class AnotherProjector(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class ReadPosition:
-    """How far the read model has come: its rows are the fold of all events up to the sequence number `seq`."""
+    """How far the read model has come: its rows show the state after all events up to the sequence number `seq`."""
 
     seq: int = 0
     # the ce-id of the event at `seq`, which detects a recreated stream with a different event there
@@ -85,7 +83,10 @@ class ReadPosition:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A settled fleet state, its position on the journal, and the last event of each source."""
+    """The fleet's settled state, the position of this state on the journal, and the last event of each source.
+
+    The settled state contains all decisions up to the position, and the observations that the last decision took into
+    account. It does not contain later observations."""
 
     fleet: Fleet
     position: Position
@@ -94,7 +95,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoreLook:
-    """The result of a quick check whether a store has lost rows."""
+    """The result of a quick check of whether a store has lost rows."""
 
     lost: tuple[str, ...] = ()  # tables that lack a required row
     first: int = 0  # sequence number of the oldest stored event; 0: no event is stored
@@ -102,49 +103,42 @@ class StoreLook:
 
 
 CatchUp = Callable[[ReadPosition], Awaitable[None]]
-"""Projects into a fresh projection up to the position of another one, which does not move while this runs."""
+"""Fills a new state store up to the position of the old one, which does not move meanwhile."""
 
 
 class StateStore(Protocol):
     """The state store, which the projector writes, and which processes read to start without folding the whole journal."""
 
     async def load(self) -> Snapshot | None:
-        """Return the settled state that was stored last, or None if the store is empty."""
-        ...
+        """Return the newest stored snapshot of the fleet's settled state, or None if the store is empty."""
 
     async def position(self) -> ReadPosition:
-        """Return how far the store's rows have come. Raise StoreUnavailable."""
-        ...
+        """Return the journal position up to which the rows are current. Raise StoreUnavailable if the store cannot be reached."""
 
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         """Write the next events in one transaction: append `events`, upsert the rows of `shown`, and set the positions.
 
-        `after` must be the store's current sequence number, which is the one before `events`, or 0 if the store is empty. If it
-        differs, raise AnotherProjector and write nothing. Raise StoreUnavailable.
+        `shown` is the fleet's state after all `events`, and `settled` is the settled state at that time. `after` is the sequence
+        number at which the caller expects the store; 0 means an empty store. If the store is at another sequence number, raise
+        AnotherProjector and write nothing. Raise StoreUnavailable if the store cannot be reached.
         """
-        ...
 
     async def look(self) -> StoreLook:
-        """Check quickly whether rows are lost. Lost rows of the fleet's state are written again by the next `project`."""
-        ...
+        """Check quickly whether rows are lost. The next `project` writes lost rows of the fleet's state again."""
 
     async def locate(self, reference: str) -> int | None:
-        """Return the sequence number of the stored event with this ce-id or name `decision:N`, or None if it is not stored."""
-        ...
+        """Return the sequence number of a stored event, given its CloudEvents id or `decision:N`; None if it is not stored."""
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:
-        """Return the latest stored snapshot without events after the sequence number `seq`, or None if none is stored."""
-        ...
+        """Return the latest stored snapshot that includes no event after the sequence number `seq`; None if there is none."""
 
     async def snapshot_at(self, when: datetime) -> Snapshot | None:
-        """Return the latest stored snapshot without events after the time `when`, or None if no such snapshot is stored.
+        """Return the latest stored snapshot that includes no event later than the time `when`; None if there is none.
 
         Times are by the stream's clock."""
-        ...
 
     async def read_status(self) -> "RowsRead":
         """Return the rows of the fleet's current state, the open incidents and the position, all read in one transaction."""
-        ...
 
 
 class Archive(Protocol):
@@ -153,24 +147,15 @@ class Archive(Protocol):
     The journal remains the authority. An archive is an index of the journal's events."""
 
     async def locate(self, reference: str) -> int | None:
-        """Return the sequence number of the event with this ce-id or name `decision:N`, or None if no such event is found."""
-        ...
+        """Return the sequence number of an event, given its CloudEvents id or `decision:N`; None if it is not found."""
 
-    def select(
-        self,
-        *,
-        after: int = 0,
-        since: datetime | None = None,
-        worker: str | None = None,
-        incident: str | None = None,
-        request: str | None = None,
-    ) -> AsyncIterator[Sequence[Recorded]]:
+    def select(self, **wanted: Unpack[EventFilter]) -> AsyncIterator[Sequence[Recorded]]:
         """Yield the events that match all given filters, in order, in batches of events.
 
-        `after` selects events above a sequence number, and `since` events from a time on. `incident` selects events that carry
-        the incident's id, `worker` events that name the worker (`read_model.rows.concerns`), and `request` those of a request.
+        `after` selects events above a sequence number, and `since` events at or after a time. `incident` selects events that
+        carry the incident's id, `worker` events that name the worker (`read_model.rows.concerns`), and `request` the events of
+        a request.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +170,11 @@ class PlanningStore(Protocol):
     """The planner's read access to the state store."""
 
     async def read_planning(self, after: int, since: datetime, limit: int) -> "PlanningRead":
-        """Return all workers and the events that planning uses, read in one transaction. Raise StoreUnavailable.
+        """Return all workers and the events that planning uses, read in one transaction.
 
         The result's `events` are those above the sequence number `after` and not older than `since`, oldest first, at most
-        `limit`. The result's `latest` does not depend on the arguments."""
-        ...
+        `limit`. The result's `latest` does not depend on the arguments. Raise StoreUnavailable if the store cannot be reached.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +203,23 @@ class Prober(Protocol):
     """Sends requests to workers over the same path as user requests, for canaries."""
 
     def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Send a request to a worker, and yield the chunks of the answer until a chunk ends it. Raise WorkerUnreachable."""
-        ...
+        """Send a request to a worker, and yield the chunks of the answer, including the final one.
+
+        Raise WorkerUnreachable if the worker cannot be reached or its connection breaks.
+        """
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> "OthersWork":
-        """Return whether the engine serves other requests beside or before one of our own, which has `own_tokens` tokens.
+        """Return how the worker's engine serves other requests while one request of this process is open.
 
-        `begun` is true if the answer to our request has begun."""
+        The result is "beside" if the engine serves the other requests together with this process's request, and "before" if it
+        serves them first. It is "" if no other requests are known, or if the engine makes no progress. `own_tokens` is the number
+        of tokens of this process's request, and `begun` is true if its answer has begun.
+        """
 
 
 LostCause = Literal["cannot_connect", "disconnected", "stalled"]
-OthersWork = Literal[
-    "", "beside", "before"
-]  # the engine serves other requests beside our request, or before it; empty: unknown
+# the engine serves other requests beside our request, or before it; empty: unknown
+OthersWork = Literal["", "beside", "before"]
 
 
 class Sink(Protocol):
@@ -238,83 +227,83 @@ class Sink(Protocol):
 
     def take(self, chunk: Chunk) -> None:
         """Accept the output of one engine step. A chunk with `finish` or `error` is the last one."""
-        ...
 
     def flush(self) -> None:
-        """Write out buffered output. Called when this iteration of the event loop has no more chunks for the stream."""
-        ...
+        """Write out buffered output. Called when the current event-loop iteration has no more chunks for the stream."""
 
     def lost(self, cause: LostCause, detail: str) -> None:
         """Handle the loss of the stream, which its worker cannot continue. No more calls follow."""
-        ...
 
 
 class TransferSink(Sink, Protocol):
     """Moves one stream with its KV cache from a source worker to a target worker.
 
-    As a sink, it receives the target's chunks after the commit, until another sink adopts the stream. `lost` is called only
-    for the connection to the target."""
+    After the target's commit, this sink receives the target's chunks, until `RequestPlane.adopt` replaces the sink. `lost` is
+    called if the connection to the target is lost. A lost connection to the source is not reported to this sink.
+    """
 
     def reserved(self, frame: Reserved) -> None:
         """Handle the target's message that it has reserved memory for the KV cache."""
-        ...
 
     def declined(self, stream: int, why: str) -> None:
-        """Handle the end of a move that failed.
+        """Handle a refusal of the move by the source or the target, for the reason `why`.
 
-        Either the target has dropped its stream, or the source, which still owns the stream, continues to decode."""
-        ...
+        `stream` is the stream number at the refusing worker. A target that refuses has dropped its stream. A source that refuses
+        continues to decode the stream.
+        """
 
     def committed(self, frame: Committed) -> None:
         """Handle the target's commit, after which the target decodes the stream and sends its chunks."""
-        ...
 
 
 class RequestPlane(ConnectedWorkers, Protocol):
-    """The connections to workers, as the frontend's scheduler and its streams use them. No call blocks."""
+    """The connections to workers, as the scheduler and the streams of a frontend use them. Calls do not block."""
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return whether the engine serves other requests beside or before ours, as `Prober.others_work` does."""
+        """Return whether the worker's engine serves other requests before or beside one of this frontend's requests.
+
+        The values and parameters are those of `Prober.others_work`.
+        """
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
-        """Send a request and return its stream number, which is also set in `request`. Raise WorkerUnreachable."""
-        ...
+        """Send a request and return its stream number, which is also set in `request`.
+
+        Raise WorkerUnreachable if the instance is not connected or does not read its input.
+        """
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
         """Drop a stream or a reservation, and notify the worker. Frames of the stream that arrive later are ignored.
 
         A call for an unknown stream has no effect."""
-        ...
 
     def draining(self, worker: str, instance: str) -> bool:
         """Return whether this instance is connected and has announced that it drains."""
-        ...
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: TransferSink) -> int:
-        """Ask a worker to reserve KV cache memory for `room` tokens of a request. Return the number of the new stream.
+        """Instruct a worker to reserve KV cache memory for `room` tokens of a request. Return the new stream's number.
 
-        Raise WorkerUnreachable."""
-        ...
+        `carrier` receives the worker's frames about this stream. Raise WorkerUnreachable if the instance is not connected or does
+        not read its input.
+        """
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, carrier: TransferSink) -> None:
-        """Instruct the source worker to send a stream's KV cache to the target that made this reservation.
+        """Instruct the source worker to send a stream's KV cache to the target that made the reservation `offer`.
 
-        Raise WorkerUnreachable."""
-        ...
+        `carrier` is told if the source refuses. Raise WorkerUnreachable if the source is not connected or does not read its
+        input.
+        """
 
     def stay(self, worker: str, stream: int) -> None:
         """Instruct a worker to stop a stream's transfer and to continue decoding. An unknown stream is ignored."""
-        ...
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
         """Replace the sink of a stream. An unknown stream is ignored."""
-        ...
 
 
 # --- operator commands ------------------------------------------------------------------------------------------------
 
 Answer = Mapping[str, str]
-"""`says`: what was done, or `error`: why it was refused."""
+"""The answer to a command: `says` is what was done, or `error` is why the command was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +322,7 @@ NO_COMMAND = Command()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenWish:
-    """An operator's request about goldens, which are selected by a worker, a canary key or a model."""
+    """An operator's request about the goldens of a worker, of a canary key (model build and device), or of a model."""
 
     act: Literal["approve", "retire", "record"]
     worker: str = ""
@@ -344,47 +333,44 @@ class GoldenWish:
 
 
 class CommandGate(Protocol):
-    """Decides whether this controller carries out a command, so that only one controller does."""
+    """Decides whether this controller carries out a command. Only one controller carries out each command."""
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
         """Run `act` if this controller must carry out the command, and return the answer for the operator.
 
-        Return None if another controller answers, or if the outcome is unknown. If `act` raises a HoldfastError, the answer is a
-        refusal with the error as its reason."""
-        ...
+        If `act` raises a HoldfastError, the answer is a refusal with the error as its reason. Return None if another controller
+        answers, or if the outcome is unknown."""
 
     async def ours_to_answer(self) -> bool:
-        """Return whether this controller must answer a read-only query, which only one controller does."""
-        ...
+        """Return whether this controller must answer a read-only query. Only one controller answers each query."""
 
 
 class Control(Protocol):
     """The operator's commands, independent of the transport.
 
-    Each command returns one sentence about what was done, or raises a HoldfastError with the reason of a refusal. The facts that
-    a command records carry the id and the deadline of `command`."""
+    Each command returns one sentence about what was done; only `status` returns JSON values. A refused command raises
+    a HoldfastError with the reason. `by` names the operator. Facts that a command records carry the id and deadline of `command`.
+    """
 
     async def drain(
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
-        """Drain a worker. Its running requests may finish within `deadline_s` seconds; None means the time of the policy."""
-        ...
+        """Drain a worker. Its running requests may finish within `deadline_s` seconds.
+
+        If `deadline_s` is None, the time in the policy applies.
+        """
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Return a drained worker to service after its next passed canary."""
-        ...
+        """Put a drained worker back into service once it passes a canary."""
 
     async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
         """Move a worker's running requests to the worker `to`. If `to` is empty, each request moves to the best worker."""
-        ...
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Instruct a worker to shut down gracefully."""
-        ...
+        """Instruct a worker to shut down gracefully; its supervisor then starts it again."""
 
     async def status(self) -> Json:
         """Return the fleet's status as plain JSON values."""
-        ...
 
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
@@ -420,4 +406,3 @@ class ScaleHook(Protocol):
 
         The call is idempotent and returns within the hook's deadline. A failure of the called program or server is returned, not
         raised. Success does not mean that the new workers already serve."""
-        ...

@@ -41,8 +41,7 @@ T = TypeVar("T")
 def setting(default: T, description: str, *, flag: str = "", **more: Any) -> T:
     """Return the pydantic field of a setting with this default and description.
 
-    `flag` is the setting's command-line flag, if the flag does not follow from the setting's name. `more` are further
-    arguments of `Field`."""
+    `flag` names the setting's command-line flag; "" stores none. `more` are further arguments of `Field`."""
     if flag:
         more["json_schema_extra"] = {"flag": flag}
     field: T = Field(default, description=description, **more)

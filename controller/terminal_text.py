@@ -20,7 +20,7 @@ _unsafe_in_output = re.compile(f"(\x1b\\[[0-9;]{{0,32}}m)|(?![\n\t])[{_BAD}]")
 
 
 def escape_controls(text: str) -> str:
-    """Return a text with every character escaped that a terminal would interpret, line breaks included."""
+    """Return a text in which all characters that a terminal would interpret, also line breaks, are escaped."""
     return text if text.isascii() and text.isprintable() else _unsafe.sub(_escape, text)
 
 
@@ -40,7 +40,7 @@ def safe_values(value: Any) -> Any:
 
 
 class SafeStream:
-    """Wraps a text stream, and escapes all control characters that are not newlines, tabs or color sequences."""
+    """Wraps a text stream, and escapes all control characters except newlines, tabs and color sequences."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -51,7 +51,7 @@ class SafeStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of these texts, as `write` does."""
+        """Write each text in `lines` with its control characters escaped."""
         for line in lines:
             self.write(line)
 
@@ -61,7 +61,7 @@ class SafeStream:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Replace stdout and stderr with streams that escape control characters, until the context ends."""
+    """Replace stdout and stderr with streams that escape control characters, until the `with` block ends."""
     with ExitStack() as stack:
         if sys.stdout is not None:
             stack.enter_context(redirect_stdout(cast(TextIO, SafeStream(sys.stdout))))
@@ -78,6 +78,11 @@ def _escape_but_colors(found: "re.Match[str]") -> str:
     return found[1] or _escape(found)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most `most` characters. A longer text is cut, and ends in "…"."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 USUAL = 80  # columns of the output if the terminal's width is unknown
 HANG = 4  # columns by which the continuation lines of a wrapped line are indented
 
@@ -88,9 +93,10 @@ def columns() -> int:
 
 
 def fitted(line: str, width: int | None = None, hang: int = HANG) -> str:
-    """Return a line wrapped to `width` columns, by default the terminal's.
+    """Return a line wrapped to `width` columns, by default the terminal's width.
 
-    Continuation lines are indented by `hang` columns more than the line."""
+    Continuation lines are indented by `hang` columns more than the first line, but by no more than half the width.
+    """
     width = width or columns()
     if len(line) <= width:
         return line

@@ -84,7 +84,7 @@ class FleetBody(OperatorBody):
     by: OperatorName = ""
 
     def command(self, verb: str) -> Command:
-        """Return the command's identity. `verb` is the last part of its control subject."""
+        """Return the id, deadline and sender of this command. `verb` is the last part of the command's control subject."""
         return Command(self.id, self.deadline, verb, "", self.by)
 
 
@@ -94,7 +94,7 @@ class CommandBody(FleetBody):
     worker: Name
 
     def command(self, verb: str) -> Command:
-        """Return the command's identity, with the worker. `verb` is the last part of its control subject."""
+        """Return the id, deadline, worker and sender of this command. `verb` is the last part of the command's subject."""
         return Command(self.id, self.deadline, verb, self.worker, self.by)
 
 
@@ -171,7 +171,7 @@ class GoldenBody(FleetBody):
             raise ValueError("answers are only accepted with act=approve and a canary_key, without a worker")
         return self
 
-    def wish(self) -> GoldenWish:
+    def golden_request(self) -> GoldenWish:
         """Convert the body to the request that the controller carries out."""
         answers = tuple(body.answer() for body in self.answers)
         return GoldenWish(
@@ -181,9 +181,10 @@ class GoldenBody(FleetBody):
 
 
 class AllowBody(FleetBody):
-    """Put all kinds of facts and the deciders version that the leading controller knows in force.
+    """Put in force all kinds of facts and the newest rules of decision (deciders version) that the leading controller supports.
 
-    This is done even if a process of the fleet does not know them.
+    A kind or version that is not in force is not used, so that older processes of the fleet can still work. This command puts
+    all of them in force, even those that some process of the fleet does not support.
     """
 
 
@@ -251,7 +252,7 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
     command("restart", RestartBody, lambda ours, b, order: ours.restart(b.worker, b.by, order))
     query("status", StatusBody, lambda ours: ours.status())
     query("versions", VersionsBody, lambda ours: ours.versions())
-    command("golden", GoldenBody, lambda ours, b, order: ours.golden(b.wish(), b.by, order))
+    command("golden", GoldenBody, lambda ours, b, order: ours.golden(b.golden_request(), b.by, order))
     command("allow", AllowBody, lambda ours, b, order: ours.allow(b.by, order))
     command(
         "chaos",
@@ -297,9 +298,8 @@ async def serve(broker: NatsBroker, serving: asyncio.Event) -> None:
                 for _ in range(2):  # the first flush's ping may overtake pending subscriptions
                     await broker.connection.flush()
                 serving.set()
-            except (
-                Exception
-            ) as error:  # the client library may raise any error while the broker is unavailable
+            # the client library may raise any error while the broker is unavailable
+            except Exception as error:
                 log.debug("control_api_waits", error=repr(error))
                 await asyncio.sleep(RECONNECT_WAIT_S)
             _raise_if_cancelled()

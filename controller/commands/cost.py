@@ -41,7 +41,7 @@ def _shown(default: Any) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the cost of moving requests and of failures in a fleet, and return exit code 0. Raise UsageError."""
+    """Print the costs of moving requests and of GPU failures, and return exit code 0. Raise UsageError for invalid arguments."""
     try:
         found = {"move": moving(args), "fleet": failing(args)}
     except ValueError as error:
@@ -51,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def moving(args: argparse.Namespace) -> Figures:
-    """Return the milliseconds that transfer and re-prefill take per sequence length and link. Raise ValueError.
+    """Return the milliseconds that KV transfer and re-prefill take, per sequence length and link.
 
-    The result also has each link's crossover: the sequence length in tokens from which transfer is faster."""
+    The result also has each link's crossover: the sequence length in tokens from which transfer is faster. Raise ValueError
+    if the arguments contradict each other or are out of range."""
     kv = KvShape(
         layers=args.layers, kv_heads=args.kv_heads, head_size=args.head_size, bytes_per_element=args.kv_bytes, tp=args.tp
     )  # fmt: skip
@@ -87,7 +88,7 @@ def moving(args: argparse.Namespace) -> Figures:
 def failing(args: argparse.Namespace) -> Figures:
     """Return how often a GPU of the fleet fails, the capacity that a failure costs, and the spares needed.
 
-    Raise ValueError if the fleet has fewer GPUs than one group needs."""
+    Raise ValueError if the fleet has fewer GPUs than one tensor-parallel group."""
     rates = PRESETS[args.rates]
     afr = args.afr if args.afr is not None else rates.afr
     mttr_hours = args.mttr_hours if args.mttr_hours is not None else rates.mttr_hours
@@ -113,7 +114,7 @@ def failing(args: argparse.Namespace) -> Figures:
 
 
 def cold_start_s(weights_gb: float, storage_gbps: float, start_s: float) -> float:
-    """Return the seconds until a new group serves: the time to read its weights, plus `start_s` for the rest (N19).
+    """Return the seconds until a new tensor-parallel group serves: the time to read its weights, plus `start_s` for other steps.
 
     `weights_gb` is in GB, and `storage_gbps` in GB/s."""
     return weights_gb / storage_gbps + start_s
@@ -155,7 +156,10 @@ def _number(text: str) -> float:
 
 
 def _below(limit: float, text: str, what: str) -> float:
-    """Parse a number above 0 and below `limit`. Raise ArgumentTypeError, which says that `what` is expected."""
+    """Parse a number above 0 and below `limit`. Raise ArgumentTypeError for any other text.
+
+    `what` describes the expected number in the error's message.
+    """
     try:
         found = float(text)
     except ValueError:

@@ -64,5 +64,5 @@ _COMMANDS: dict[str, Run] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one subcommand of `holdfast database`, and return its exit code. Raise HoldfastError."""
+    """Run one subcommand of `holdfast database`, and return its exit code. Raise HoldfastError if the subcommand fails."""
     return _COMMANDS[args.database](args)

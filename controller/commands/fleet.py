@@ -1,4 +1,7 @@
-"""`holdfast fleet`: shows which event kinds and deciders versions processes support, or allows them."""
+"""`holdfast fleet`: shows the event kinds that each process supports, or puts new kinds in force.
+
+Both subcommands also cover the version of the deciders, the functions that decide about workers.
+"""
 
 import argparse
 import json
@@ -11,7 +14,9 @@ Report = dict[str, Any]  # a controller's answer to `versions`, or a part of it,
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Send the subcommand to the controller, and print its answer. Raise NoFleet, Unreachable, OperatorRefused, NoAnswer."""
+    """Send the subcommand to the controller, and print the controller's answer.
+
+    Raise NoFleet, Unreachable or NoAnswer if no controller answers, and OperatorRefused if the controller refuses."""
     if args.fleet == "allow":
         answer = await ask(args.data, "allow", {"by": operator_name()})
         print(json.dumps(answer) if args.output == "json" else answer.get("says", "allowed"))
@@ -22,7 +27,10 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def text(report: Report) -> str:
-    """Format a controller's answer to `versions` as text: a row per process, then what is in force and what is held back."""
+    """Format a controller's answer to `versions` as text.
+
+    The text has a row per process, followed by the deciders version and the number of new event kinds that are in force. If a
+    version or kinds are held back until every process supports them, the text lists what is held back."""
     rows = [("process", "release", "deciders", "does not support"), *map(_row, report["processes"])]
     force, held = report["in_force"], report["held_back"]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

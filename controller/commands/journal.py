@@ -1,8 +1,8 @@
-"""`holdfast journal`: lists messages that are not events, or quarantines an event.
+"""`holdfast journal`: lists the messages that readers skip or stop at, or quarantines an event.
 
-Both subcommands read the stream without folding it. They therefore also work when every process has stopped at an event that
-only a newer release knows, or at a decision with an unexpected number. They read from the start of the stream, so that the
-expected decision numbers are known.
+A process that folds the journal stops at an event that only a newer release knows, and at a decision with an unexpected number.
+Both subcommands read the stream without folding it, and therefore also work when every process has stopped. They read from the
+start of the stream, because the expected number of a decision follows from the decisions before it.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class NotToQuarantine(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A message on the journal that readers do not fold, and the reason."""
+    """A message on the journal that readers skip or at which they stop, and the reason."""
 
     seq: int
     at: datetime
@@ -52,7 +52,7 @@ class Place:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Run the subcommand `inspect` or `quarantine`, and return its exit code. Raise HoldfastError."""
+    """Run the subcommand `inspect` or `quarantine`, and return its exit code. Raise HoldfastError if the subcommand fails."""
     url, known = find(args.data)["nats_url"], Known.ours()
     opening = NatsJournal.connect(url, "operator:journal", wait_s=REACH_S, make=False, known=known)
     async with closing(opening) as journal:
@@ -65,8 +65,8 @@ async def run(args: argparse.Namespace) -> int:
 async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Print = print) -> int:
     """Print the messages that readers skip or stop at. Return the exit code, which is 3 if readers stop at an event.
 
-    `since` is the position of the first message to print, and None means all. `first` is the first sequence number of the
-    stream. Raise UsageError."""
+    `since` is the sequence number or the time from which messages are printed; None prints all. `first` is the first sequence
+    number of the stream. Raise BadMoment or UsageError if `since` is invalid or after the end of the journal."""
     when = moment_parser.parse(since, SystemClock().now()) if since else 0
     last, turns = await journal.last_seq(), _turns(first)
     if isinstance(when, int) and when > last:
@@ -101,7 +101,7 @@ async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Rec
 
 
 def _place(event: Recorded, turns: DecisionNumbering) -> Place | None:
-    """Return the entry to print for an event that readers do not fold, or None if every reader folds the event."""
+    """Describe an event that readers skip or at which they stop. Return None for an event that all readers apply."""
     fact, expected = event.fact, turns.expected(event)
     if isinstance(fact, Skipped):
         state: State = "stops" if fact.unknown else "quarantined" if fact.quarantined else "skipped"
@@ -136,9 +136,10 @@ def _printable(text: str) -> str:
 
 
 async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Print = print) -> int:
-    """Record the quarantine of the event `seq`, and return exit code 0. `first` is the first sequence number of the stream.
+    """Record on the journal that all readers must skip the event `seq`, and return exit code 0.
 
-    Raise NotToQuarantine, UsageError, or JournalUnavailable if the quarantine could not be recorded."""
+    `first` is the first sequence number of the stream. Raise UsageError if the event does not exist, NotToQuarantine if it
+    must not be skipped, or JournalUnavailable if the quarantine could not be recorded."""
     last = await journal.last_seq()
     if seq > last:
         raise UsageError(f"event {seq} does not exist: the journal ends at {last}")
@@ -167,9 +168,9 @@ async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Prin
 
 
 async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> None:
-    """Raise NotToQuarantine if readers fold an event.
+    """Raise NotToQuarantine if readers apply an event to the fleet state.
 
-    Readers fold every known event except a decision with an unexpected number."""
+    Readers apply every known event except a decision with an unexpected number."""
     refused = NotToQuarantine(f"event {event.seq} is a {event.fact.kind()}. {NotToQuarantine.__doc__}")
     if not isinstance(event.fact, Decision):
         raise refused
@@ -180,10 +181,10 @@ async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> No
 
 
 async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int, last: int) -> None:
-    """Raise NotToQuarantine if a newer controller, which knew the event, may have folded it for a decision.
+    """Raise NotToQuarantine if a controller of a newer release could have based a decision on the event `unknown`.
 
-    A decision after the event shows that its controller had read the event. The controller has not folded the event if the event
-    is an observation of a kind that was not in force.
+    Each decision records how far its controller had read the journal. A decision could be based on the event if its controller
+    had read the event. The exception is an observation of a kind that was not in force: no decision is based on it.
     """
     seq = unknown.seq
     async for event in _events(journal, seq, last):
@@ -197,7 +198,7 @@ async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int,
 
 
 async def _not_in_force(journal: Journal, unknown: Recorded, first: int) -> bool:
-    """Return whether an unknown event is an observation of a kind that was not in force at that time."""
+    """Return whether an unknown event is an observation of a kind that was not in force when the event was recorded."""
     assert isinstance(unknown.fact, Skipped)
     if unknown.fact.decided:
         return False

@@ -22,7 +22,7 @@ HEAD = """# Users of a Holdfast fleet: what each may publish and subscribe to, a
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand `reader` or `permissions`, and return exit code 0. Raise HoldfastError."""
+    """Run the subcommand `reader` or `permissions`, and return exit code 0. Raise HoldfastError if the subcommand fails."""
     return _reader(args) if args.nats == "reader" else _permissions(args)
 
 

@@ -1,13 +1,13 @@
-"""The operator's commands events, drain, resume, move, restart and chaos.
+"""The operator's commands `events`, `drain`, `resume`, `move`, `restart` and `chaos`.
 
-`restart` stops workers gracefully, one after another. An arrow leads to the next step:
+`restart` restarts workers gracefully, one after another. The steps for one worker:
 
     others routable? ──▶ stop (drains first) ──▶ a new instance has joined ──▶ it is routable ──▶ the next worker
                                                                              (a spare: healthy)
 
-A worker that serves no requests (hung, dead, drained) is restarted first, without the check that others are routable. The next
-worker is stopped only after the new instance of the previous worker serves requests. A fleet of two workers therefore always
-has one that serves. `restart` only waits for the new instance, which `holdfast up`, systemd or the orchestrator starts.
+Workers that serve no requests (hung, dead, drained) are restarted first, and skip the check that others are routable. The next
+worker is stopped only after the new instance of the previous worker serves requests. Of two workers, one therefore always
+serves. `holdfast up`, systemd or the orchestrator starts the new instance; `restart` only waits for it.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from functools import partial
 from pathlib import Path
 
 from controller.commands.flags.operating import RESTART_S
-from controller.processes.console import say
+from controller.processes.console import print_line
 from controller.processes.operator_client import Operator, Unreachable, ask, closing, find, operator_name
 from controller.read_model.fleet_view import FleetStatus, WorkerView
 from controller.read_model.worker_names import workers_of
 from controller.runtime.bounded_read import held
-from controller.terminal_text import escape_controls, fitted
+from controller.terminal_text import escape_controls, fitted, shortened
 from events import codec
 from events.chaos import ENDS, TAKE_ARGUMENT, TAKE_RANK
 from events.errors import HoldfastError, UsageError
@@ -47,7 +47,9 @@ UNKNOWN_KINDS_MAX = 100
 
 
 async def show_events(args: argparse.Namespace) -> int:
-    """Print the events on the journal, and with --follow also those that arrive later. Raise UsageError, HoldfastError."""
+    """Print the events on the journal, and with --follow also those that arrive later.
+
+    Raise UsageError if --kind is unknown, or HoldfastError if the journal cannot be read."""
     from events.journal.nats import NatsJournal
 
     if args.kind and args.kind not in codec.KINDS:
@@ -68,12 +70,12 @@ async def show_events(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class UnknownKinds:
-    """Counts events of kinds that this release does not know, and prints each such kind once on stderr."""
+    """Counts the events of kinds that this release does not know. The first event of each such kind is reported on stderr."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
     def note(self, event: Recorded) -> None:
-        """Count an event if its kind is unknown."""
+        """Count an event if its kind is unknown. Report the event on stderr if it is the first of this kind."""
         fact = event.fact
         if not isinstance(fact, Skipped) or not fact.unknown:
             return
@@ -91,7 +93,7 @@ class UnknownKinds:
 
 
 def say_aside(text: str) -> None:
-    """Print a note on stderr, apart from the command's output."""
+    """Print a note on stderr, because stdout is for the command's result."""
     print(f"holdfast: {text}", file=sys.stderr)
 
 
@@ -106,7 +108,9 @@ async def _print(
 
 
 async def _first(*works: Coroutine[object, object, None]) -> None:
-    """Run all of these coroutines until one ends, cancel the others, and raise the error of the ended one if it failed."""
+    """Run coroutines concurrently until one of them ends, and cancel the others.
+
+    If the coroutine that ended has failed, raise its error."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -121,8 +125,8 @@ async def _first(*works: Coroutine[object, object, None]) -> None:
 async def until_lost(connected: Callable[[], bool], data: Path, url: str, look_s: float = LOOK_S) -> None:
     """Print a note each time the broker disconnects or reconnects, until cancelled.
 
-    Without the note, an outage could be mistaken for a time without events. Raise NoFleet or Unreachable if the fleet has ended
-    or uses a broker with another URL than `url`."""
+    Without the note, an outage could be mistaken for a time without events. Raise NoFleet if the fleet
+    has ended while disconnected, or Unreachable if the fleet now uses a broker with another URL than `url`."""
     disconnected = False
     while True:
         await asyncio.sleep(look_s)
@@ -159,7 +163,7 @@ def event_line(event: Recorded, output: str) -> str:
 def _short(value: object) -> str:
     """Return a value as text of at most FIELD_CHARS_MAX characters. `-o json` prints the full value."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= FIELD_CHARS_MAX else f"{text[: FIELD_CHARS_MAX - 1]}…"
+    return shortened(text, FIELD_CHARS_MAX)
 
 
 # --- commands about a worker ------------------------------------------------------------------------------------------
@@ -173,24 +177,29 @@ async def _tell(args: argparse.Namespace, verb: str, otherwise: str, **body: obj
 
 
 async def drain(args: argparse.Namespace) -> int:
-    """Send the command to drain a worker, and print the answer. Raise HoldfastError."""
+    """Send the controller the command to drain a worker, and print the answer. Raise HoldfastError if the command fails."""
     return await _tell(args, "drain", f"{args.worker} is draining", deadline_s=args.deadline)
 
 
 async def resume(args: argparse.Namespace) -> int:
-    """Send the command to return a drained worker to service, and print the answer. Raise HoldfastError."""
+    """Send the controller the command to return a drained worker to service, and print the answer.
+
+    Raise HoldfastError if the command fails."""
     return await _tell(args, "resume", f"{args.worker} returns to service after its next passed canary")
 
 
 async def move(args: argparse.Namespace) -> int:
-    """Send the command to move the running requests of a worker, and print the answer. Raise HoldfastError."""
+    """Send the controller the command to move the running requests of a worker, and print the answer.
+
+    Raise HoldfastError if the command fails."""
     return await _tell(args, "move", f"the running requests of {args.worker} will move", to=args.to)
 
 
 async def chaos(args: argparse.Namespace) -> int:
-    """Send the command to inject a fault into a worker or to heal it, and print the answer.
+    """Send the controller the command to inject a fault into a worker, or to end an injected fault.
 
-    Raise UsageError if a flag does not apply to the fault. Raise HoldfastError if the command fails."""
+    Print the controller's answer. Raise UsageError if a flag does not apply to the fault. Raise HoldfastError if the command
+    fails."""
     if args.argument is not None and args.fault not in TAKE_ARGUMENT:
         raise UsageError(f"{args.fault} accepts no number; {', '.join(TAKE_ARGUMENT)} do")
     if args.rank is not None and args.fault not in TAKE_RANK:
@@ -209,7 +218,9 @@ class NotRestarted(HoldfastError):
 
 
 async def restart_workers(args: argparse.Namespace) -> int:
-    """Restart the worker that the arguments name, or with --rolling all workers. Raise UsageError, HoldfastError."""
+    """Restart the worker that the arguments name, or with --rolling all workers.
+
+    Raise UsageError if the arguments have both a worker and --rolling, or neither. Raise HoldfastError if a restart fails."""
     if args.rolling == bool(args.worker):
         raise UsageError("give either a WORKER, or --rolling for all workers")
     async with closing(Operator.connect(args.data)) as operator:
@@ -219,16 +230,19 @@ async def restart_workers(args: argparse.Namespace) -> int:
 
 
 async def restart(operator: Operator, names: Sequence[str], within_s: float = RESTART_S) -> None:
-    """Restart workers one after another, each within `within_s` seconds. Raise NotRestarted, Refused, NoAnswer.
+    """Restart workers one after another. After an error, the remaining workers are not restarted.
 
-    After an error, the remaining workers are not restarted."""
+    For each worker, wait until it can be stopped, and then until its new instance serves requests, or is healthy as a spare.
+    Each wait takes at most `within_s` seconds. Raise NotRestarted if a wait would take longer, or if a worker is unknown. Raise
+    OperatorRefused or NoAnswer if the controller does not restart a worker.
+    """
     for name in names:
         why = f"{name} cannot be spared: no other worker of its model serves requests"
         old = await _until(operator, partial(_spared, name), within_s, why)
         answer = await operator.ask("restart", {"worker": name, "by": operator_name()})
-        say(str(answer["says"]))
+        print_line(str(answer["says"]))
         new = await _until(operator, partial(_successor, name, old.instance), within_s, f"{name} is not back")
-        say(f"{name} is back (pid {new.pid})")
+        print_line(f"{name} is back (pid {new.pid})")
 
 
 async def _workers(operator: Operator) -> Sequence[WorkerView]:
@@ -264,9 +278,11 @@ def _found(workers: Sequence[WorkerView], name: str) -> WorkerView:
 
 
 def _routable(worker: WorkerView) -> bool:
-    """Return whether a worker serves requests, or is held back only because it is the first worker of its new lineage.
+    """Return whether a worker serves requests, or would if its lineage (weights' revision and tokenizer) were not new.
 
-    Such a worker serves after a second worker of the lineage has joined, so that waiting for it would block the restart."""
+    The first worker of a new lineage serves no requests until a second worker of this lineage has joined. A rolling restart
+    therefore continues before the first worker serves. Otherwise, the next worker would never be restarted, and no second worker
+    could join."""
     return (_healthy(worker) and bool(worker.weight)) or (worker.held and worker.breaker == "closed")
 
 

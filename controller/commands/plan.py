@@ -30,7 +30,8 @@ DAYS_MAX = 31  # maximum length of a recording in days
 def run(args: argparse.Namespace) -> int:
     """Print the plan of the running planner, or with --trace the result of a rehearsal.
 
-    Raise UsageError, BadTrace, ForecastsMissing, HoldfastError."""
+    Raise UsageError for invalid arguments, HoldfastError if no planner answers, and BadTrace, BadProfile or ForecastsMissing
+    if the rehearsal cannot run."""
     defaults = args.only_with_trace.items()
     given = [f"--{name.replace('_', '-')}" for name, value in defaults if getattr(args, name) != value]
     if given and args.trace is None:
@@ -76,7 +77,9 @@ def _profile(args: argparse.Namespace) -> Profile:
 
 
 def measured(path: Path, args: argparse.Namespace) -> Profile:
-    """Return the profile that a worker would register, given the speed in a file of `holdfast profile`. Raise BadProfile."""
+    """Return a worker's profile, with the speeds that `holdfast profile` measured and wrote to `path`.
+
+    Raise BadProfile if the file is invalid."""
     from workers.engines.simulated.sequence import EngineShape
     from workers.engines.simulated.timing import Interpolated, ModelTiming
 
@@ -123,9 +126,11 @@ def rehearse(
     gpus: int,
     report_progress: Callable[[str], object],
 ) -> Figures:
-    """Simulate a day with the planner, with `fixed` workers all day and with perfect foresight, and return the results.
+    """Simulate the same day three times, and return the results of all three simulations.
 
-    `gpus` is the number of GPUs per worker. `report_progress` is called with the name of each simulation as it starts."""
+    In one simulation, the planner sets the number of workers. Another has `fixed` workers all day. The third has the workers
+    that follow from perfect knowledge of the day. `gpus` is the number of GPUs per worker. `report_progress` is called with the
+    name of each simulation at its start, and with "" after the last one."""
     first = most_needed(fleet, [one for one in arrivals if one.at < FIRST_MINUTES * 60]) or 1
     report_progress("perfect knowledge")
     perfect = rehearsal.with_perfect_knowledge(fleet, arrivals)

@@ -1,4 +1,4 @@
-"""Fetches the current plan of a running planner, and prints it with its reasons."""
+"""Fetches the current plan of a running planner, and prints the plan with the reasons for it."""
 
 import json
 import urllib.error

@@ -18,7 +18,9 @@ ALL_OF_IT = ("verify", "rebuild", "what-if")  # commands that may read the whole
 
 
 def run(args: argparse.Namespace) -> int:
-    """Connect to a fleet's journal and state store, run one replay command, and return its exit code. Raise HoldfastError."""
+    """Connect to a fleet's journal and state store, run one replay command, and return its exit code.
+
+    Raise HoldfastError if the command fails."""
     found = find(args.data)
     if not structlog.is_configured():
         # log to stderr, because stdout must contain only the result
@@ -44,9 +46,9 @@ async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> in
 
 
 async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> PostgresStore | None:
-    """Return the store if it answers within `within_s` seconds, else print a note and return None.
+    """Return the state store if it answers within `within_s` seconds, else print a note and return None.
 
-    Without the store, replay reads only the journal, which is slower. Raise StoreForbidden."""
+    Without the store, replay reads only the journal, which is slower. Raise StoreForbidden if the store denies access."""
     if store is None:
         return None
     try:

@@ -25,25 +25,16 @@ LINE_CHARS_MAX = 1_000
 Answer = Mapping[str, Any]  # a frontend's answer or a part of it, as plain JSON types
 # Terms of a worker's cost, named as in the frontend's answer, in the order of the table's columns.
 TERMS = (
-    *(
-        "active_prefill_tokens",
-        "prefill",
-        "device",
-        "host",
-        "disk",
-        "credit",
-        "sharers",
-        "copy",
-        "waiting",
-        "active",
-    ),
-    *("shared", "others", "decode", "requests", "lately", "weight", "cost"),
+    *("active_prefill_tokens", "prefill", "device", "host", "disk", "credit", "sharers", "copy", "waiting"),
+    *("active", "shared", "others", "decode", "requests", "lately", "weight", "cost"),
 )
 HEADINGS = {"active_prefill_tokens": "to read"}  # headings of the columns that are not named like their term
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Print which worker the frontend would choose, with --explain also why. Raise UsageError, HoldfastError."""
+    """Print which worker a frontend would choose for a prompt. With --explain, also print why.
+
+    Raise UsageError for invalid arguments, or HoldfastError if no frontend answers."""
     if (args.prompt is None) == (args.tokens is None):
         raise UsageError("give either --prompt TEXT or --tokens FILE")
     check_frontend_flags(args)
@@ -65,7 +56,7 @@ def _overrides(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _frontend(processes: list[Presence], name: str) -> Presence:
-    """Return the frontend with this name, or any frontend if the name is "". Raise HoldfastError if it does not run here."""
+    """Return the frontend with this name, or any frontend if the name is "". Raise HoldfastError if none runs on this host."""
     found = [one for one in processes if one.role == "frontend" and name in ("", one.name)]
     if not found:
         which = f"frontend {name}" if name else "frontend"
@@ -74,9 +65,9 @@ def _frontend(processes: list[Presence], name: str) -> Presence:
 
 
 def _tokens(file: str) -> list[int]:
-    """Read token ids from a file, or from stdin if the file is "-". Raise UsageError.
+    """Read token ids from a file, or from stdin if `file` is "-".
 
-    The file is a JSON list, or contains numbers separated by white space."""
+    The ids are a JSON list, or numbers separated by white space. Raise UsageError if there are none or the format is invalid."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +82,7 @@ def _tokens(file: str) -> list[int]:
 
 
 def _ask(frontend: Presence, question: Answer) -> Answer:
-    """Send a frontend the question and return its answer. Raise HoldfastError with the frontend's reason if it refuses."""
+    """Query which worker a frontend would choose. Raise HoldfastError if the frontend refuses or does not answer."""
     body = json.dumps(question).encode()
     request = urllib.request.Request(f"{frontend.url}/route", body, {"Content-Type": "application/json"})
     try:

@@ -1,4 +1,4 @@
-"""`holdfast scale`: sets the number of workers of a model, or returns that choice to the planner."""
+"""`holdfast scale`: sets the number of workers of a model, or lets the planner set this number again."""
 
 import argparse
 from pathlib import Path
@@ -17,9 +17,10 @@ WRITE_S = 5.0  # timeout in seconds until the journal acknowledges the write
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Record on the journal that the operator sets the number of workers of a model, or releases it.
+    """Record on the journal a model's number of workers, or with --release that the planner sets this number again.
 
-    Raise UsageError, NoFleet, Unreachable, NoAnswer, JournalUnavailable.
+    Raise UsageError for invalid arguments, NoFleet, Unreachable or NoAnswer if no controller answers, and JournalUnavailable if
+    nothing could be recorded.
     """
     if (args.workers is None) != args.release:
         raise UsageError("give either the number of workers, or --release")
@@ -48,9 +49,9 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def why_no_effect(data: Path) -> str:
-    """Return a note about why the new number of workers has no effect.
+    """Return a note that says why no planner on this host applies the new number of workers.
 
-    The result is "" if a planner that applies changes runs on this host, or if its mode cannot be read."""
+    The result is "" if a planner that applies changes runs on this host, or if the planner's mode cannot be read."""
     if not any(one.role == "planner" for one in present(data)):
         return " (no planner is running on this host, so nothing changes: start one with `holdfast planner --mode act`)"
     try:

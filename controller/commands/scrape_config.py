@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a Prometheus configuration or its scrape targets, and write the targets to --file-sd. Raise HoldfastError."""
+    """Print a Prometheus configuration, or with `-o json` only the scrape targets.
+
+    With --file-sd, also write the targets to the file that this flag names. Raise HoldfastError if no fleet runs on this host,
+    or if the file cannot be written."""
     found = present(args.data)
     groups = target_groups(found)
     if not groups:

@@ -33,7 +33,10 @@ def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the settings, or the JSON Schema or template of the configuration file. Raise BadSetting, HoldfastError."""
+    """Print all settings. With --schema, print the JSON Schema of the configuration file instead.
+
+    With --write, write a commented configuration file instead. Raise BadSetting if the environment sets an invalid setting, or
+    HoldfastError if the file cannot be written."""
     if args.schema:
         from controller.commands.configuration.schema import schema
 

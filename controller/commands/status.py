@@ -24,7 +24,7 @@ UNKNOWN: Mapping[str, object] = {
     "workers": [], "awaited": [], "levels": {}, "journal": {"last_seq": None}, "spool": {}, "leader": None,
     "projector": {"position": None, "lag": None},
 }  # fmt: skip
-"""The status without a controller, besides the processes."""
+"""The status that `-o json` prints if no controller answers. The fleet's processes on this host are added to it."""
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -63,7 +63,10 @@ async def _show(args: argparse.Namespace) -> int:
 
 
 async def fetch_status(args: argparse.Namespace) -> dict[str, object]:
-    """Return the fleet's status as its controller answers it. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
+    """Return the status that the fleet's controller reports.
+
+    Raise NoFleet, Unreachable or another HoldfastError if no controller answers or the controller refuses.
+    """
     return await ask(args.data, "status")
 
 
@@ -112,29 +115,29 @@ def _canary(worker: WorkerView) -> str:
 def _shown(workers: Sequence[WorkerView]) -> Sequence[WorkerView]:
     """Return the workers to list individually.
 
-    If there are more than WORKERS_SHOWN_MAX, these are the first ones that are not fully healthy."""
+    In a fleet of at most WORKERS_SHOWN_MAX (40) workers, list all workers. In a larger fleet, list only workers that are not in
+    full service, at most 40."""
     if len(workers) <= WORKERS_SHOWN_MAX:
         return workers
-    return [w for w in workers if not w.well][:WORKERS_SHOWN_MAX]
+    return [w for w in workers if not w.in_service][:WORKERS_SHOWN_MAX]
 
 
 def _lines(status: FleetStatus) -> Iterator[str]:
-    """Yield the lines below the table of workers: problems, spares, levels, positions, the leader and this host's processes."""
+    """Yield the lines below the table of workers, from summaries of unlisted workers to this host's processes."""
     shown = _shown(status.workers)
     yield from _rest(status.workers, {w.id for w in shown})
     yield from _troubles(shown)
     for model in sorted({w.model for w in status.workers if w.spare}):
-        spares = [w.well for w in status.workers if w.model == model and w.spare]
+        spares = [w.in_service for w in status.workers if w.model == model and w.spare]
         yield f"spares       {sum(spares)} of {len(spares)} ready for {model}"
     for one in status.awaited[:WORKERS_SHOWN_MAX]:
         yield f"waiting for {one.id}{f' with {one.model}' if one.model else ''} since {one.since}: {one.reason}"
     if (more := len(status.awaited) - WORKERS_SHOWN_MAX) > 0:
         yield f"waiting for {more} more workers; -o json lists all"
     yield from _positions(status)
-    for process in [p for p in status.processes if p.console][
-        :1
-    ]:  # each frontend serves a console, unless its console is disabled
-        yield f"console      {process.console}"
+    # each frontend serves a console, unless its console is disabled
+    if console := next((p.console for p in status.processes if p.console), None):
+        yield f"console      {console}"
     yield "processes"
     yield from (process.line for process in status.processes)
 
@@ -142,7 +145,7 @@ def _lines(status: FleetStatus) -> Iterator[str]:
 def _troubles(shown: Sequence[WorkerView]) -> Iterator[str]:
     """Yield a line for each worker that is not at full weight, with the reason, and for each spare that replaces a worker."""
     for w in shown:
-        if w.spare and not w.well:
+        if w.spare and not w.in_service:
             yield f"{w.id} is a spare that is not ready: {w.why}"
         elif w.reasons and not w.spare:
             yield f"{w.id} is not at full weight: {w.reason}"
@@ -151,7 +154,7 @@ def _troubles(shown: Sequence[WorkerView]) -> Iterator[str]:
 
 
 def _positions(status: FleetStatus) -> Iterator[str]:
-    """Yield the lines about degradation levels, the journal, the spools, the projector and the leader."""
+    """Yield the lines about degradation levels, the journal, the spools (unsent facts), the projector and the leader."""
     levels = ", ".join(f"{model} level {level}" for model, level in status.levels.items())
     yield f"degradation  {levels or 'no model yet'}"
     yield f"journal      {status.journal.fault or _journal(status.journal)}"
@@ -163,12 +166,12 @@ def _positions(status: FleetStatus) -> Iterator[str]:
 
 
 def _rest(workers: Sequence[WorkerView], shown: set[str]) -> Iterator[str]:
-    """Yield a summary line per model and health, of the workers that are not listed individually (not in `shown`)."""
+    """Summarize the workers not in `shown`: yield a line per model, health and weight (full, reduced, spare)."""
     alike: dict[tuple[str, str, str, bool], list[WorkerView]] = {}
     for w in workers:
         if w.id not in shown:
-            share = "as spares" if w.spare else "at full weight" if w.well else "not at full weight"
-            alike.setdefault((w.model, w.health, share, w.well), []).append(w)
+            share = "as spares" if w.spare else "at full weight" if w.in_service else "not at full weight"
+            alike.setdefault((w.model, w.health, share, w.in_service), []).append(w)
     for (model, health, share, _), group in alike.items():
         busy = sum(w.in_flight or 0 for w in group)
         count = f"{len(group)}{' more' if shown else ''}"

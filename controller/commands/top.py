@@ -46,9 +46,9 @@ class FleetSeen(RecentEvents):
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Redraw the screen until the user quits. With --once or without a terminal, print it once.
+    """Redraw the screen until the user quits. With --once or without a terminal, print the screen's contents once.
 
-    Raise HoldfastError if it is printed once and no fleet answers."""
+    Raise HoldfastError if the data directory has never had a fleet, or if the contents are printed once and no fleet answers."""
     seen = FleetSeen()
     if args.once or not sys.stdout.isatty():
         return await _once(args, seen)
@@ -79,7 +79,7 @@ async def _once(args: argparse.Namespace, seen: FleetSeen) -> int:
 
 
 async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
-    """Store the fleet's status in `seen` every `args.every` seconds, and connect again after an error."""
+    """Store the fleet's status in `seen` every `args.every` seconds. After an error, connect again."""
     while True:
         try:
             async with closing(Operator.connect(args.data)) as operator:
@@ -92,7 +92,7 @@ async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
 
 
 async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
-    """Add the events on the journal to `seen`, starting with the latest ones, and connect again after an error."""
+    """Add the latest events on the journal, and all that follow, to `seen`. After an error, connect again."""
     while True:
         try:
             async with _journal(args) as journal:

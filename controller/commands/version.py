@@ -12,7 +12,7 @@ GIT_S = 1.0  # timeout of git in seconds
 
 
 def version_text() -> str:
-    """Return the program's name and version, followed by the commit if it is known."""
+    """Return the program's name and version, followed by the commit if the commit is known."""
     package = distribution("holdfast")
     commit = commit_of_checkout(ROOT) or commit_of_installation(package)
     return f"holdfast {package.version}" + (f" ({commit})" if commit else "")
@@ -21,7 +21,7 @@ def version_text() -> str:
 def commit_of_checkout(root: Path) -> str:
     """Return the abbreviated commit of the git checkout at `root`.
 
-    The result is "" if `root` is not a checkout, or if git fails or takes longer than GIT_S."""
+    The result is "" if `root` is not a checkout, or if git fails or takes longer than GIT_S (1) second."""
     if not (root / ".git").exists():
         return ""
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]

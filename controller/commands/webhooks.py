@@ -1,7 +1,7 @@
 """`holdfast webhooks`: tests a webhook, lists dead letters, or sends dead letters again.
 
-A dead letter is an event that a webhook did not accept. `resend` requires a URL, because a wrong URL may be why the events were
-not delivered.
+A dead letter is an event that a webhook did not accept. A wrong URL can be the reason, so `resend` takes the URL from its
+arguments.
 """
 
 import argparse
@@ -36,7 +36,9 @@ SAMPLE = "incident-0"  # id of the incident in sample events
 
 
 def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, NotifierSettings]:
-    """Return the webhook that the arguments describe, its secret, and the notifier's settings. Raise BadSetting."""
+    """Return the webhook that the arguments describe, the webhook's secret, and the notifier's settings.
+
+    Raise BadSetting if a setting or the secret is invalid."""
     from controller.config.flags import gather
 
     try:
@@ -188,5 +190,7 @@ _COMMANDS = {"test": _test, "dead": _dead, "resend": _resend}
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Run one subcommand of `holdfast webhooks`. Return 1 if a webhook did not accept an event. Raise HoldfastError."""
+    """Run one subcommand of `holdfast webhooks`. Return 0, or 1 if a webhook did not accept an event.
+
+    Raise HoldfastError if the subcommand fails."""
     return await _COMMANDS[args.webhooks](args)

@@ -1,6 +1,6 @@
 """Groups the flags of `up` and of the roles, for a short `--help` and a complete `--help-all`.
 
-The flags of `worker` are grouped as in the docstrings of its settings (`workers.config.settings`).
+The flag groups of `worker` are not defined here, but by the docstrings of its settings (`workers.config.settings`).
 """
 
 import argparse
@@ -19,6 +19,7 @@ FLEET: Mapping[str, Sequence[str]] = {
     "API and admission": (
         *("--host", "--port", "--frontends", "--api-key-file", "--insecure", "--tls-*", "--admin-key-file"),
         *("--admin-api", "--cors-origins", "--model-aliases", "--admission-control", "--ttft-deadlines"),
+        *("--tool-call-parsers", "--reasoning-parsers"),
         *("--park*", "--active-*", "--overload-status-code", "--retry-after-s", "--first-token-timeout*"),
         *("--early-head", "--priority-tiers", "--tier-default", "--migration-*", "--reroute-s"),
     ),
@@ -36,7 +37,7 @@ FLEET: Mapping[str, Sequence[str]] = {
     ),
     "Rehearsal (fault injection)": ("--chaos",),
 }
-"""Each group's flags as patterns. The first group that matches gets the flag."""
+"""By group: patterns of the flags in it. A flag belongs to the first group with a matching pattern."""
 
 COMMON: Mapping[str, Sequence[str]] = {
     "up": (
@@ -55,7 +56,7 @@ COMMON: Mapping[str, Sequence[str]] = {
         *("--upstream", "--port", "--count"),
     ),
 }
-"""The commands with groups, and the flags that their `--help` shows."""
+"""By command with grouped flags: the flags that its short `--help` shows."""
 
 
 class HelpAllAction(argparse.Action):

@@ -1,15 +1,18 @@
 """Reads settings from defaults, environment variables (`HOLDFAST_<SECTION>__<FIELD>`) and flags.
 
-A flag overrides the variable of the same setting, and a variable overrides the default. A section is a pydantic model. A section
-may contain policies, which are dataclasses, and a variable names a policy's field by its path:
+A flag overrides the variable of the same setting, and a variable overrides the default. A section is a pydantic model. It can
+contain policies, which are dataclasses. A variable names a policy's field by its path:
 `HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`.
 
-Each field of a section that is neither a model nor a dataclass gets a flag. For example, `interval_s` gets `--interval-s`. If a
-field is a model itself, its metadata decide which of its own fields get a flag. With `flags` (a prefix), all of them do. With
-`nested`, the listed fields do, at any depth.
+A field of a section gets a flag: `interval_s` gets `--interval-s`. The exception is a field that is itself a model or policy (an
+outer field). Its inner fields get flags by these entries of `json_schema_extra`:
 
-The designs that Holdfast derives from (the seeds: docs/concepts/seed-map.md) have other names for some settings. These names are
-accepted wherever settings are read. If Holdfast fixes a setting of a seed, only the fixed value is accepted.
+    flags    in an outer field that is a model: the prefix of the flags of all its inner fields
+    nested   in an outer field: the flag of each listed inner field, by its path (any depth)
+    flag     in an inner field of a model: the flag of this field alone
+
+The original design documents of Holdfast (the seeds: docs/concepts/seed-map.md) name some settings differently. Those names are
+accepted wherever settings are read. Some settings of the designs have one fixed value in Holdfast: any other value is rejected.
 """
 
 import argparse
@@ -36,7 +39,7 @@ ALIASES: Mapping[str, str] = {
     "frontend.breaker.recovery_timeout_sec": "wait_s",
     "frontend.retry_after_sec": "retry_after_s",
 }
-"""The place of a setting with the last part as a seed names it, and that part's name here. `*`: any model."""
+"""By path of a setting that ends in a name from the original designs: Holdfast's name for that last part. `*` is any model."""
 
 FIXED: Mapping[str, tuple[int, str]] = {
     "controller.policy.breaker.half_open_max_calls": (1, "one trial at a time, with a deadline"),
@@ -47,7 +50,7 @@ FIXED: Mapping[str, tuple[int, str]] = {
     "frontend.breaker.half_open_max_calls": (1, "one trial at a time, with a deadline"),
     "frontend.breaker.success_threshold": (1, "one trial that passes closes it"),
 }
-"""Settings of the seeds that are fixed here: the only accepted value, and the reason."""
+"""Settings from the original designs that Holdfast fixes: the only accepted value, and the reason."""
 
 
 DYNAMO: Mapping[str, str] = {
@@ -57,11 +60,11 @@ DYNAMO: Mapping[str, str] = {
     "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC": "frontend.active_prefill_tokens_threshold_frac",
     "DYN_HTTP_OVERLOAD_STATUS_CODE": "frontend.overload_status_code",
 }
-"""NVIDIA Dynamo's variables for the same settings. Holdfast's own variables take precedence."""
+"""By environment variable of NVIDIA Dynamo: the equivalent setting. Holdfast's own variables take precedence."""
 
 
 def from_dynamo(section: str, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the values that Dynamo's variables set in a section, by field name."""
+    """Return the values that NVIDIA Dynamo's environment variables set in a section, by field name."""
     places = {variable: place.partition(".") for variable, place in DYNAMO.items()}
     return {
         name: environment[variable]
@@ -71,12 +74,15 @@ def from_dynamo(section: str, environment: Mapping[str, str]) -> Mapping[str, st
 
 
 def canonical(section: str, path: Sequence[str]) -> list[str]:
-    """Return the path of a setting within a section, with a seed's name for the setting replaced by Holdfast's name."""
+    """Return a setting's path within its section, with a name from the original designs replaced by Holdfast's name."""
     return [*path[:-1], _own((section, *path))]
 
 
 def fixed(section: str, path: Sequence[str], value: object) -> bool:
-    """Return whether a seed's setting is fixed by Holdfast. Raise BadSetting if `value` is not the fixed value."""
+    """Return whether Holdfast fixes the setting to one value (`FIXED`).
+
+    Raise BadSetting if `value` differs from the fixed value.
+    """
     place = ".".join((section, *path))
     if place not in FIXED:
         return False
@@ -87,9 +93,10 @@ def fixed(section: str, path: Sequence[str], value: object) -> bool:
 
 
 def renamed(section: str, values: Mapping[str, object], path: tuple[str, ...] = ()) -> dict[str, object]:
-    """Return a section's values with seeds' names replaced by Holdfast's names, at every depth.
+    """Return a section's values with names from the original designs (`ALIASES`) replaced by Holdfast's names.
 
-    `values` are the values below `path`. Fixed settings are dropped. Raise BadSetting if a setting is given under both names.
+    Nested values are renamed as well, and settings in `FIXED` are dropped. `path` is the path from the section to `values`. Raise
+    BadSetting if a setting is given under both names, or if a setting in `FIXED` has another value than the fixed one.
     """
     found: dict[str, object] = {}
     for name, value in values.items():
@@ -105,9 +112,9 @@ def renamed(section: str, values: Mapping[str, object], path: tuple[str, ...] = 
 
 
 def _own(place: Sequence[str]) -> str:
-    """Return Holdfast's name of a setting. The last part of `place`, its path, is Holdfast's name or a seed's name.
+    """Return Holdfast's name for the last part of the path `place`, which may be a name from the original designs.
 
-    The path is not split at dots, because a part of it may be a model's name that contains dots.
+    `place` is a sequence and not a dotted name, because one of its parts can be a model's name, which can contain dots.
     """
     exact = ALIASES.get(".".join(place))
     return exact or ALIASES.get(".".join((*place[:-2], "*", place[-1]))) or place[-1]
@@ -126,14 +133,14 @@ def fields_of(model: type) -> dict[str, Any]:
 
 
 def is_section(annotation: object) -> bool:
-    """Return whether a field of this type contains settings of its own, because it is a model or a dataclass."""
+    """Return whether a field of this type contains further settings: whether the type is a pydantic model or a dataclass."""
     if not isinstance(annotation, type) or get_origin(annotation) is not None:
         return False
     return issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
 
 
 def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]]:
-    """Yield every field that has a flag, as its path (`field` or `section.field`), the flag's names and the field."""
+    """Yield, for every field with a flag: its dotted path below `model`, the flag's names, and the field."""
     for name, field in model.model_fields.items():
         if not is_section(field.annotation):
             yield name, [_flag("--", name), *_extra(field, "also", ())], field
@@ -203,7 +210,7 @@ def gather(
 ) -> M:
     """Build one section of the settings from the environment and the flags in `args`.
 
-    Raise BadSetting with the setting, its value and what is expected.
+    Raise BadSetting if a value is invalid. The message names the setting, its value and what is expected.
     """
     values = from_environment(model, section, os.environ if environment is None else environment)
     for place, _, field in flagged(model):
@@ -223,7 +230,7 @@ def gather(
 
 
 def as_variables(section: str, model: type[BaseModel], args: Mapping[str, object]) -> dict[str, str]:
-    """Convert the flags in `args` to environment variables with the same effect, for a process with this section."""
+    """Convert the flags in `args` to environment variables with the same effect, for a process that reads this section."""
     start = f"{PREFIX}{section.upper()}__"
     return {
         start + place.replace(".", "__").upper(): str(args[place])
@@ -248,7 +255,9 @@ def from_environment(model: type, section: str, environment: Mapping[str, str]) 
 
 
 def _place(found: dict[str, Any], model: type, variable: str, path: list[str], text: str) -> None:
-    """Set the value of one variable in `found` at `path`. Raise BadSetting if the model has no such setting."""
+    """Set the value of one environment variable in `found` at `path`.
+
+    Raise BadSetting if the model has no such setting, or if another variable has set the same setting."""
     for depth, part in enumerate(path):
         fields = fields_of(model)
         if part not in fields:
@@ -265,10 +274,10 @@ def _place(found: dict[str, Any], model: type, variable: str, path: list[str], t
 
 
 def _value(annotation: object, text: object) -> object:
-    """Parse a text for a field of this type.
+    """Parse `text` for a field of the type `annotation`.
 
-    For a duration, the text is a number of seconds. For a collection, the text is JSON, or values separated by commas. Return any
-    other text unchanged, and leave the detection of errors to pydantic's validation.
+    A duration is given as a number of seconds, and a collection as JSON or comma-separated values. Text for any other type, and
+    text that cannot be parsed, is returned unchanged. Pydantic's validation later reports what is invalid.
     """
     if not isinstance(text, str):
         return text
@@ -303,7 +312,7 @@ def describe(
 
 
 def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) -> str:
-    """Return the part of the sentence about one error. The value is left out if it is a whole section."""
+    """Describe one validation error. The rejected value is left out if it is a whole section."""
     place = ".".join(str(part) for part in error["loc"])
     name = f"{section}.{place}" if place else section
     message = error["msg"].removeprefix("Value error, ")

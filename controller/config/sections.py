@@ -5,11 +5,20 @@ Each section is a pydantic model in the package that uses it.
 
 import re
 from collections.abc import Mapping
+from importlib import import_module
 
 from pydantic import BaseModel
 
 from controller.config.flags import flatten, gather
 from controller.config.variables import PLACES, PREFIX, SECTIONS, refuse_unknown
+
+_MODELS = {
+    "controller": ("controller.runtime.settings", "ControllerSettings"),
+    "frontend": ("controller.frontend.settings", "FrontendSettings"),
+    "projector": ("controller.runtime.settings", "ProjectorSettings"),
+    "planner": ("controller.runtime.settings", "PlannerSettings"),
+    "notifier": ("controller.webhooks.settings", "NotifierSettings"),
+}
 
 
 def section(role: str) -> type[BaseModel]:
@@ -17,28 +26,9 @@ def section(role: str) -> type[BaseModel]:
 
     Only the module of that section is imported, because building pydantic models takes time.
     """
-    match role:
-        case "controller":
-            from controller.runtime.settings import ControllerSettings
-
-            return ControllerSettings
-        case "frontend":
-            from controller.frontend.settings import FrontendSettings
-
-            return FrontendSettings
-        case "projector":
-            from controller.runtime.settings import ProjectorSettings
-
-            return ProjectorSettings
-        case "planner":
-            from controller.runtime.settings import PlannerSettings
-
-            return PlannerSettings
-        case "notifier":
-            from controller.webhooks.settings import NotifierSettings
-
-            return NotifierSettings
-    raise KeyError(role)
+    module, name = _MODELS[role]
+    found: type[BaseModel] = getattr(import_module(module), name)
+    return found
 
 
 def effective(environment: Mapping[str, str]) -> dict[str, object]:

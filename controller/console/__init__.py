@@ -2,7 +2,7 @@
 
     memory.py ──▶ picture.py ──▶ rows.py ──▶ feed.py ──▶ endpoints.py ──▶ console.js
     keeps events    converts       finds the   sends rows   serves HTTP     draws the page
-    while there     fold and       changed     to all
+    while there     state and      changed     to all
     is no viewer    events to      rows        viewers
                     rows
 

@@ -67,7 +67,7 @@ class Console:
         await self._feed.run()
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Add the next events of the journal. `fleet` is the fold after these events.
+        """Add the next events of the journal. `fleet` is the fleet state after these events.
 
         An error is logged and never raised, because the caller also routes requests."""
         if not batch:
@@ -100,16 +100,18 @@ class Console:
         return {"at": round(1e3 * ours.timestamp()), "now": round(1e3 * streams.timestamp())}
 
     def _now(self) -> datetime:
-        """Return the current time by the stream's clock, estimated from the last event. Without an event, use the own clock."""
+        """Return the current time by the broker's clock, estimated from the time of the last event.
+
+        Before the first event, the result is the time by this host's clock."""
         if self._heard is None:
             return self._clock.now()
         at, heard = self._heard
         return at + timedelta(seconds=self._clock.monotonic() - heard)
 
     async def _begin(self) -> None:
-        """Load incidents and events from before this frontend's start, at the first call only.
+        """Load incidents and events from before this frontend's start. Further calls do nothing.
 
-        If loading fails, the page shows only later incidents and events."""
+        If loading fails, the page shows only the incidents and events since the start."""
         if self._loaded_earlier:
             return
         self._loaded_earlier = True

@@ -2,9 +2,9 @@
 
 Endpoints:
 
-    GET  /console                       the page; /console/console.js, /console/console.css
+    GET  /console                       the page, with /console/console.js and /console/console.css
     GET  /console/events                server-sent events: hello, snapshot, changes, beat
-    GET  /console/report?incident=ID    a post-mortem as of now; ?since=WHEN
+    GET  /console/report?incident=ID    the post-mortem of an incident; ?since=WHEN: of the time since then
     GET  /console/request?id=ID         the history of a request, as JSON
     POST /console/act                   drain, resume, move or restart a worker, if actions are enabled
 """
@@ -72,11 +72,10 @@ class WorkerAct(Protocol):
         """Carry out a command and return a sentence about its result. Raise HoldfastError with the reason if it failed.
 
         `body` is the command as the controller receives it."""
-        ...
 
 
 class Action(BaseModel):
-    """The action that the page requests."""
+    """A command about a worker, as the console page sends it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -96,7 +95,7 @@ class Action(BaseModel):
 
 
 def parse_action(body: bytes) -> Action:
-    """Parse the JSON body of a request for an action. Raise ActionUnclear if it is invalid."""
+    """Parse the JSON body of a request for an action. Raise ActionUnclear if the body is invalid."""
     try:
         return Action.model_validate_json(body)
     except ValidationError as error:
@@ -109,7 +108,7 @@ def parse_action(body: bytes) -> Action:
 def refusal_to_act(headers: Mapping[str, str], names: frozenset[str], token: str) -> str:
     """Return why a request for an action is refused, or "" if the action is allowed.
 
-    `names` are the host names of this frontend, and `token` is the secret that its page sends with each action."""
+    `names` are the host names of this frontend, and `token` is the secret that the console page sends with each action."""
     if why := refusal(headers, names):
         return why
     host = headers.get("Host", "")
@@ -122,7 +121,7 @@ def refusal_to_act(headers: Mapping[str, str], names: frozenset[str], token: str
 
 @cache
 def _asset(name: str) -> bytes:
-    """Return a file of the page. The style sheet of a post-mortem is put before the console's own style sheet."""
+    """Return a file of the console page. `console.css` begins with the style sheet of post-mortem pages."""
     text = (files(__package__) / name).read_bytes()
     if name == "console.css":
         text = (files("controller.replay.report") / "report.css").read_bytes() + text
@@ -147,7 +146,7 @@ class ConsoleEndpoints:
         return path == PATH or path.startswith(f"{PATH}/")
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request for the console. A request from another site, or of another method, is refused."""
+        """Answer one request for the console. Refuse a request from another web site or with an unsupported method."""
         if request.path == f"{PATH}/act":
             return await self._act(request)
         if why := refusal(request.headers, self.names):

@@ -1,8 +1,8 @@
 """Sends the console's data to its viewers: first a full snapshot, then each second what has changed.
 
-A viewer is an open page. One snapshot per second is taken for all viewers, and none while there are no viewers. The recent
-changes are kept as encoded bytes, and each viewer has a position in them. A viewer that is behind the oldest kept change gets a
-new snapshot, so that no data queues up for a slow viewer.
+A viewer is an open page. While there are viewers, one snapshot per second is taken, which all viewers share. The recent changes
+are kept as encoded bytes, and the feed knows which change each viewer got last. If a slow viewer needs a change that is no longer
+kept, the viewer gets a new snapshot. No data therefore queues up for a slow viewer.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class TooManyViewers(HoldfastError):
 
 
 Times = Mapping[str, int]
-"""`at`: by this host's clock; `now`: by the stream's clock. Milliseconds since 1970."""
+"""The current time in milliseconds since 1970: `at` by this host's clock, and `now` by the broker's clock."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class NumberedPicture:
     whole: bytes = b""  # the encoded snapshot; empty until a viewer needs it
 
     def snapshot(self) -> bytes:
-        """Return the whole snapshot encoded as a server-sent event, which is encoded only once."""
+        """Return the whole snapshot as an encoded server-sent event. Repeated calls do not encode the snapshot again."""
         if not self.whole:
             self.whole = event("snapshot", {**self.times, "sections": self.sections})
         return self.whole
@@ -70,8 +70,9 @@ class ConsoleFeed:
     ) -> None:
         """Create a feed without viewers.
 
-        `take` returns the sections of a snapshot, and `times` the current time. `begin` is awaited each time when the first
-        viewer arrives."""
+        `take` returns the sections of a snapshot. `times` returns the current time by two clocks, this host's and the broker's.
+        `begin` is awaited before snapshots start: when a first viewer arrives, and after an internal error. After such an error,
+        snapshots pause for `again_s` seconds. A viewer gets the event `beat` after `beat_s` seconds without a change."""
         self._take, self._times, self._begin = take, times, begin
         self._beat_s, self._again_s = beat_s, again_s
         self._taken: NumberedPicture | None = None
@@ -114,7 +115,7 @@ class ConsoleFeed:
             self._wake()
 
     def take(self) -> None:
-        """Take a snapshot, and wake the viewers if anything has changed since the last one."""
+        """Take a snapshot, and wake the viewers if anything has changed since the last snapshot."""
         times, sections, before = self._times(), self._take(), self._taken
         new = changes(before.sections, sections) if before is not None else {}
         if before is not None and not new:
@@ -141,7 +142,7 @@ class ConsoleFeed:
     def subscribe(self) -> Iterator[AsyncIterator[bytes]]:
         """Register a viewer until the context ends, and yield an iterator of encoded server-sent events for the viewer.
 
-        Raise TooManyViewers."""
+        Raise TooManyViewers if VIEWERS_MAX viewers are registered already."""
         if self._viewers >= VIEWERS_MAX:
             raise TooManyViewers(TooManyViewers.__doc__)
         self._viewers += 1
@@ -167,7 +168,7 @@ class ConsoleFeed:
                 yield self._taken.snapshot()
 
     async def _wait_for_news(self) -> bool:
-        """Wait for the next snapshot, at most the interval of beats. Return whether a snapshot was taken."""
+        """Wait up to `_beat_s` seconds for the next snapshot or the end of the feed. Return False after a timeout."""
         if self._news is None:
             self._news = asyncio.get_running_loop().create_future()
         done, _ = await asyncio.wait((self._news,), timeout=self._beat_s)

@@ -1,7 +1,7 @@
 """Reads the journal for the console by running `holdfast` commands in separate processes.
 
-A post-mortem takes about a second of CPU time. In the frontend's own process, this would block the event loop that relays
-tokens."""
+A post-mortem takes about a second of CPU time. In the frontend's own process, a post-mortem would block the event loop that
+relays tokens."""
 
 import asyncio
 import json
@@ -37,7 +37,8 @@ class HistoryUnavailable(HoldfastError):
 class RunningCommand:
     """One command in a separate process.
 
-    `run` is called in a thread, because forking a large process would block the event loop. `end` is called by the loop."""
+    `run` is called in a thread of its own, because forking a large process would block the event loop. `end` is called in the
+    thread of the event loop."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], within_s: float) -> None:
         self._command, self._environment, self._within_s = command, environment, within_s
@@ -46,7 +47,9 @@ class RunningCommand:
         self._lock = Lock()
 
     def run(self) -> tuple[int, bytes, bytes]:
-        """Run the command to its end, and return its exit status, stdout and stderr. Raise TimeoutExpired."""
+        """Run the command to its end, and return its exit status, stdout and stderr.
+
+        If the command takes longer than `within_s`, kill it and raise TimeoutExpired."""
         process = subprocess.Popen(
             self._command,
             env=self._environment,
@@ -92,7 +95,7 @@ class HistoryReader:
     async def report(self, *, incident: str = "", since: str = "") -> bytes:
         """Return a post-mortem as an HTML page: of an incident, or of the time from `since` until now.
 
-        Raise HistoryBusy, HistoryUnavailable."""
+        Raise HistoryBusy if too many commands are waiting, or HistoryUnavailable if the command fails."""
         part = f"--incident={_name(incident)}" if incident else f"--since={_name(since)}"
         with tempfile.TemporaryDirectory(prefix="holdfast-report-") as folder:
             page = Path(folder) / "report.html"
@@ -100,13 +103,17 @@ class HistoryReader:
             return await asyncio.to_thread(page.read_bytes)
 
     async def story(self, request: str) -> dict[str, object]:
-        """Return the JSON that `holdfast request -o json` prints about a request. Raise HistoryBusy, HistoryUnavailable."""
+        """Return the JSON object that `holdfast request -o json` prints about a request.
+
+        Raise HistoryBusy or HistoryUnavailable as `report` does."""
         output = await self._run("request", *self.options, "-o", "json", "--", _name(request))
         story: dict[str, object] = json.loads(output)
         return story
 
     async def _run(self, *words: str) -> str:
-        """Run one `holdfast` command with these arguments, and return its stdout. Raise HistoryBusy, HistoryUnavailable."""
+        """Run one `holdfast` command with these arguments, and return the command's stdout.
+
+        Raise HistoryBusy if too many commands are waiting, or HistoryUnavailable if the command fails."""
         async with self._turn():
             running = RunningCommand(
                 [*self.command, *words], {**os.environ, **self.environment}, self.within_s

@@ -29,7 +29,11 @@ T = TypeVar("T")
 
 
 class LaneMemory:
-    """Keeps the latest changes of each worker's state, and of the share of the fleet that serves, for the page's lanes."""
+    """Keeps data for the page's charts: recent changes of each worker's state and of the serving share of the fleet.
+
+    The serving share is the fraction of the fleet's GPUs that serve, each weighted by its worker's weight. Spares are not
+    counted.
+    """
 
     def __init__(self) -> None:
         self._lanes: dict[str, deque[tuple[float, str]]] = {}
@@ -53,9 +57,9 @@ class LaneMemory:
             self._step(now)
 
     def _place(self, name: str, place: tuple[int, float] | None) -> bool:
-        """Set a worker's contribution to the serving share, and return whether it has changed.
+        """Set a worker's contribution to the serving share of the fleet. Return whether the contribution has changed.
 
-        `place` is the worker's number of GPUs, and that number times its weight. None removes the worker's contribution."""
+        `place` is (GPUs, GPUs times weight) of the worker. None removes the contribution."""
         before = self._places.get(name)
         if before == place:
             return False
@@ -76,9 +80,10 @@ class LaneMemory:
             self._share.append((now, share))
 
     def lanes(self, now: datetime) -> dict[str, Lane]:
-        """Return the state changes of the workers that were not healthy at some time within `OVER` before `now`.
+        """Return the recent state changes of each worker that was not always healthy in the last `OVER` (10 minutes).
 
-        If these are more than `LANES_MAX` workers, return those that changed last."""
+        Each change is (milliseconds since 1970, state). If there are more than `LANES_MAX` such workers, return only those with
+        the latest changes."""
         begin, shown = millis(now - OVER), {}
         for name, lane in self._lanes.items():
             if lane[-1][0] > begin or lane[-1][1] not in WELL:
@@ -89,12 +94,15 @@ class LaneMemory:
         return {name: shown[name] for name in latest}
 
     def share(self, now: datetime) -> tuple[tuple[float, float], ...]:
-        """Return the changes of the serving share within `OVER` before `now`, as (milliseconds since 1970, share)."""
+        """Return the changes of the fleet's serving share in the `OVER` (10 minutes) before `now`.
+
+        Each change is (milliseconds since 1970, share). The first change may be older: it gives the share at the
+        start of the period."""
         return _since(self._share, millis(now - OVER))
 
 
 def _since(steps: Iterable[tuple[float, T]], begin: float) -> tuple[tuple[float, T], ...]:
-    """Return the steps that began after `begin`, preceded by the step that was current at `begin`."""
+    """Return the step that was current at the time `begin`, and all later ones. A step is (start time, value)."""
     known = tuple(steps)
     first = next((n for n, (at, _) in enumerate(known) if at > begin), len(known))
     return known[max(0, first - 1) :]
@@ -128,7 +136,7 @@ class EndedIncident:
 
 @dataclass(slots=True)
 class FlowMemory:
-    """Keeps the latest events, the incidents that ended last, lanes of worker state, and counts of recent user impact."""
+    """Keeps the latest events, incidents that ended recently, changes of worker state, and counts of recent user impact."""
 
     events: deque[Recorded] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     lanes: LaneMemory = field(default_factory=LaneMemory)
@@ -138,7 +146,7 @@ class FlowMemory:
     _spells: deque[tuple[datetime, Counter[str]]] = field(default_factory=deque)
 
     def take(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Add the next events of the journal. `fleet` is the fold after these events."""
+        """Add the next events of the journal. `fleet` is the fleet state after these events."""
         moved: dict[str, datetime] = {}
         if batch and not self.events:  # these are the first events, so every worker's state is recorded
             moved = dict.fromkeys(fleet.workers, batch[0].at)
@@ -176,9 +184,9 @@ class FlowMemory:
         self.ended = {one.id: one for one in latest}
 
     def precede(self, events: Sequence[Recorded]) -> None:
-        """Add events from before the first one kept, the latest first, up to `EVENTS_MAX` events in total.
+        """Add the events that are older than all kept events, latest first, until `EVENTS_MAX` events are kept.
 
-        These events do not count as user impact."""
+        The added events do not count as user impact."""
         first = self.events[0].seq if self.events else None
         for event in reversed(events):
             if len(self.events) == EVENTS_MAX:
@@ -201,8 +209,9 @@ class FlowMemory:
             self._spells.popleft()
 
     def harm(self, now: datetime) -> Counter[str]:
-        """Return the number of requests that were lost, exposed, rejected or migrated within `HARM_OVER` before `now`.
+        """Return how many requests were lost, exposed, rejected or migrated in the `HARM_OVER` (5 minutes) before `now`.
 
-        The keys are `lost`, `exposed`, `refused` and `moved`. `now` is a time by the stream's clock."""
+        Exposed requests received tokens of a worker that was later convicted of wrong answers. The keys are `lost`, `exposed`,
+        `refused` (rejected) and `moved` (migrated). `now` is a time by the broker's clock."""
         self._forget(now)
         return sum((count for _, count in self._spells), Counter())

@@ -1,6 +1,6 @@
-"""Computes the console's rows from the fold, the latest events and this frontend's streams.
+"""Computes the console's rows from the fleet state, the latest events and this frontend's streams.
 
-A worker that has not changed is the same object in the next fold, so that its row can be reused. With a thousand workers, a
+A worker that has not changed is the same object in the next fleet state, and its row is reused. With a thousand workers, a
 refresh therefore recomputes only about one row in thirty.
 """
 
@@ -37,7 +37,7 @@ class FleetPicture:
     """Computes the sections of successive console snapshots. Each snapshot reuses the unchanged rows of the previous one."""
 
     def __init__(self, memory: FlowMemory) -> None:
-        """Create a picture of the fleet that shows the events in `memory`."""
+        """Create a picture without rows. Its snapshots show the events in `memory`."""
         self._memory = memory
         self._recent = RecentEvents()
         self._workers: dict[str, tuple[Worker, WorkerView, rows.WorkerRow]] = {}
@@ -48,7 +48,7 @@ class FleetPicture:
         self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 
     def taken(self, moment: FleetMoment) -> rows.Sections:
-        """Return the sections of the snapshot at a moment. Moments must be passed in order of time."""
+        """Return the sections of the console snapshot for `moment`. Successive calls must be in order of time."""
         fleet = moment.fleet
         self._recent.take(self._memory.since(self._recent.last))
         self._recent.forget(moment.now)
@@ -67,7 +67,7 @@ class FleetPicture:
         }
 
     def _update_workers(self, fleet: Fleet, now: datetime) -> None:
-        """Update the rows of the workers and the serving shares, if the fold's workers have changed."""
+        """Update the workers' rows and the serving share of each model, if any worker in the fleet state has changed."""
         of = (fleet.workers, fleet.awaited)
         if self._of is not None and all(one is known for one, known in zip(of, self._of, strict=True)):
             return

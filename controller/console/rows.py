@@ -15,6 +15,7 @@ from controller.read_model.fleet_view import URGENCY, WorkerView
 from controller.replay import sentences
 from controller.replay.recent import RecentEvent
 from controller.replay.sentences import about
+from controller.terminal_text import shortened
 
 AWAITED = "AWAITED"  # state of a worker that has not joined yet
 TEXT_MAX = 400  # maximum characters of a text from a worker or operator; longer texts are cut
@@ -93,12 +94,8 @@ class Headline(PageRow, frozen=True):
 
 
 def instant(at: datetime) -> str:
-    """Format a time as ISO 8601 in UTC, to the second, which the page can parse."""
+    """Format a time in UTC as ISO 8601 with whole seconds. The page's JavaScript can parse this format."""
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 1]}…"
 
 
 def worker_row(worker: Worker, shown: WorkerView) -> WorkerRow:
@@ -106,19 +103,20 @@ def worker_row(worker: Worker, shown: WorkerView) -> WorkerRow:
     joined, last = worker.joined, worker.last_canary
     canary = ("", "", 0)
     if last is not None and shown.last_canary is not None:
-        canary = (_short(shown.last_canary.result), instant(last.at), round(last.latency_ms))
+        canary = (shortened(shown.last_canary.result, TEXT_MAX), instant(last.at), round(last.latency_ms))
     return WorkerRow(
         shown.state, shown.urgency, shown.health, round(worker.weight, 3), shown.breaker, shown.model, joined.engine,
-        joined.topology.host, _short(shown.why), *canary, shown.spare, worker.spare.place, shown.incident,
+        joined.topology.host, shortened(shown.why, TEXT_MAX), *canary, shown.spare, worker.spare.place, shown.incident,
         instant(worker.joined_at),
     )  # fmt: skip
 
 
 def awaited_row(one: AwaitedWorker, dead: WorkerRow | None) -> WorkerRow:
-    """Return the row of an awaited worker. `dead` is the row of its previous instance; None if there was none.
+    """Return the row of an awaited worker, which runs but has not joined yet.
 
-    With a previous instance, the result is that instance's row, with the reason for waiting added."""
-    why = _short(f"awaited: {one.reason}")
+    `dead` is the row of the worker's previous instance, or None. If `dead` is given, the result is `dead` with the reason for
+    waiting added."""
+    why = shortened(f"awaited: {one.reason}", TEXT_MAX)
     if dead is not None:
         return msgspec.structs.replace(dead, why=f"{dead.why}; {why}" if dead.why else why)
     place = URGENCY.index("DEAD")
@@ -141,24 +139,26 @@ def given_up(state: Degradation) -> str:
 
 def open_incident(one: Incident) -> IncidentRow:
     """Return the row of an open incident."""
-    return IncidentRow(about(one.subject), _short(one.symptom), instant(one.opened_at))
+    return IncidentRow(about(one.subject), shortened(one.symptom, TEXT_MAX), instant(one.opened_at))
 
 
 def ended_incident(one: EndedIncident) -> IncidentRow:
     """Return the row of an ended incident."""
     opened = "" if one.opened_at is None else instant(one.opened_at)
-    return IncidentRow(about(one.subject), _short(one.symptom), opened, instant(one.closed_at), one.outcome)
+    return IncidentRow(
+        about(one.subject), shortened(one.symptom, TEXT_MAX), opened, instant(one.closed_at), one.outcome
+    )
 
 
 def event_row(told: RecentEvent) -> EventRow:
-    """Return the row of an event and of the similar events that follow it."""
+    """Return a single row for an event and the similar events that follow it."""
     event = told.event
-    text = _short(sentences.sentence(event.fact))
+    text = shortened(sentences.sentence(event.fact), TEXT_MAX)
     return EventRow(event.at.isoformat(timespec="milliseconds"), event.fact.kind(), text, told.more + 1)
 
 
 Sections = Mapping[str, Mapping[str, object]]
-"""By section, then by key. A row compares by value and is never None."""
+"""The rows of the page, by section and then by key. Rows are compared by value, and no row is None."""
 Changes = dict[str, dict[str, object]]
 
 
@@ -175,16 +175,4 @@ def changes(before: Sections, after: Sections) -> Changes:
         new |= {key: None for key in known if key not in rows}
         if new:
             found[section] = new
-    return found
-
-
-def applied(before: Sections, new: Changes) -> Sections:
-    """Return the sections that result from applying changes to `before`, in the same way as console.js does."""
-    found = {section: dict(rows) for section, rows in before.items()}
-    for section, rows in new.items():
-        for key, row in rows.items():
-            if row is None:
-                found[section].pop(key, None)
-            else:
-                found[section][key] = row
     return found

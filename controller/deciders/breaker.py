@@ -10,9 +10,9 @@ In the diagram, `failures_max` is a setting, UNHEALTHY is a decision about the w
 of the wait. In the fleet's breaker the trial is the first canary that was sent after the decision to half-open the breaker.
 Each frontend also runs this state machine locally (`trial_by="request"`). In a frontend the trial is one real request.
 
-An outcome counts only if its canary or request was sent after the breaker's last transition. Decision numbers determine
-this order, never clocks. Outcomes that arrive while the breaker is open are ignored, so that late failures cannot keep
-the breaker open.
+An outcome counts only if its canary or request was sent after the breaker's last transition. This order is determined by
+decision numbers, not by clocks. Outcomes that arrive while the breaker is open are ignored, so that late failures cannot
+keep the breaker open.
 """
 
 from dataclasses import dataclass
@@ -77,6 +77,10 @@ class Breaker:
     answers: Literal["", "again", "wrong"] = ""
     closed_at: datetime | None = None  # when it last closed
 
+    def about(self, now: datetime) -> decided.AboutWorker:
+        """Return the fields that all decisions about this worker have in common. `now` is the decision's time."""
+        return {"worker": self.worker, "instance": self.instance, "decided_at": now, "cause": self.cause}
+
 
 def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
     """Return the breaker's state after one fact about its worker instance."""
@@ -106,8 +110,7 @@ def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
 def try_now(state: Breaker, cause: str) -> Breaker:
     """Make the next trial due at once, because the evidence that opened the breaker was withdrawn.
 
-    A closed breaker does not change. A half-open breaker is marked too, because its running trial can still fail due to the
-    withdrawn evidence.
+    A closed breaker does not change. If the breaker is half-open and its running trial fails, the next trial is due at once.
     """
     return state if state.position == "closed" else replace(state, retry_now=True, cause=cause)
 
@@ -133,7 +136,10 @@ def _failed(state: Breaker, by: str, sent_under: int, in_a_row: int, why: str, c
 
 
 def _canary_failed(state: Breaker, fact: seen.CanaryFailed, cause: str) -> Breaker:
-    """Count a failed canary. A wrong answer or an error is also recorded until the breaker closes."""
+    """Count a failed canary.
+
+    After a wrong answer or an error, `state.answers` is "wrong" until the breaker closes.
+    """
     failed = _failed(state, "canary", fact.sent_under, state.canary_failures + 1, fact.reason, cause)
     if failed.canary_failures > state.canary_failures and fact.engine_went_on and fact.reason == "timeout":
         failed = replace(failed, timeouts=state.timeouts + 1)
@@ -161,7 +167,10 @@ def _withdraw_failures(state: Breaker, fact: seen.RequestPoisonous, cause: str) 
 
 
 def _tried(state: Breaker, by: str, outcome: Literal["passed", "failed"], why: str, cause: str) -> Breaker:
-    """Record the first outcome of the trial. An outcome counts only if its kind (canary or request) is `trial_by`."""
+    """Record the first outcome of the trial. Later outcomes are ignored.
+
+    `by` states what was sent: a canary or a request. Only outcomes of the kind `state.trial_by` are recorded.
+    """
     if by != state.trial_by or state.trial:
         return state
     return replace(state, trial=outcome, why=why, cause=cause)
@@ -179,7 +188,7 @@ def _moved(
 ) -> Breaker:
     """Apply a transition of the breaker. The evidence from before the transition is reset.
 
-    Only a closing also resets the count of consecutive failed trials and the record of a wrong answer.
+    If the breaker closes, the count of consecutive failed trials and the record of a wrong answer are reset too.
     """
     moved = replace(
         state,
@@ -226,23 +235,16 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
     due = due_at(policy, state)
     if not state.retry_now and (due is None or now < due):
         return ()
-    half_opened = decided.BreakerHalfOpened(
-        worker=state.worker,
-        instance=state.instance,
-        deadline=now + policy.trial_timeout,
-        decided_at=now,
-        cause=state.cause,
-    )
-    return (half_opened,)
+    return (decided.BreakerHalfOpened(**state.about(now), deadline=now + policy.trial_timeout),)
 
 
 def due_at(policy: BreakerPolicy, state: Breaker) -> datetime | None:
-    """Return the time at which a transition becomes due without another fact; None if there is no such time.
+    """Return the time at which a transition becomes due if no further fact arrives; None if none does.
 
-    An open breaker is half-opened before `retry_at` if only missing answers opened it and the worker answers again. After a
-    failed trial, this happens at least half of `wait_min` after the opening. It also happens at least `wait_min` after the
-    breaker last closed. These limits prevent a flapping connection from taking the worker in and out of service every few
-    seconds.
+    With `silence_ends_wait`, a breaker that opened only for missing answers need not wait until `retry_at`. It half-opens
+    once its worker answers again, with two limits. After a failed trial, at least half of `wait_min` must have passed since
+    the opening. If the breaker was closed before, at least `wait_min` must have passed since the last closing. Without these
+    limits, a flapping connection would take the worker in and out of service every few seconds.
     """
     if state.position != "open" or state.retry_at is None:
         return state.deadline if state.position != "open" else None
@@ -272,10 +274,7 @@ def _trip(policy: BreakerPolicy, state: Breaker) -> str:
 
 def _end_trial(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:
     if not state.unhealthy and state.trial == "passed":
-        closed = decided.BreakerClosed(
-            worker=state.worker, instance=state.instance, decided_at=now, cause=state.cause
-        )
-        return (closed,)
+        return (decided.BreakerClosed(**state.about(now)),)
     if state.unhealthy:
         reason = f"unhealthy: {state.unhealthy}"
     elif state.trial == "failed":
@@ -291,15 +290,8 @@ def _open(
     policy: BreakerPolicy, state: Breaker, now: datetime, reason: str, trials_failed: int
 ) -> decided.BreakerOpened:
     wait = wait_after(policy, trials_failed)
-    return decided.BreakerOpened(
-        worker=state.worker,
-        instance=state.instance,
-        retry_at=now + wait,
-        wait_s=wait.total_seconds(),
-        reason=reason,
-        decided_at=now,
-        cause=state.cause,
-    )
+    about, wait_s = state.about(now), wait.total_seconds()
+    return decided.BreakerOpened(**about, retry_at=now + wait, wait_s=wait_s, reason=reason)
 
 
 def wait_after(policy: BreakerPolicy, trials_failed: int) -> timedelta:
@@ -313,10 +305,10 @@ def wait_after(policy: BreakerPolicy, trials_failed: int) -> timedelta:
 
 
 def admit(state: Breaker) -> Breaker | None:
-    """Return the state after a frontend's local breaker admits one request; None if it rejects the request.
+    """Return the state after a frontend's local breaker admits one request; None if the breaker rejects the request.
 
     A half-open breaker admits exactly one request, which is its trial. If the outcome of that request is never reported, the
-    trial fails at its deadline, so that a lost request cannot block the breaker for ever.
+    trial fails at its deadline. A lost request therefore cannot block the breaker for ever.
     """
     if state.position == "closed":
         return state

@@ -19,7 +19,7 @@ LAST_SERVING = "last_serving"  # reason of a WeightCapped that keeps a model's l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPolicy:
-    """The share of a model's workers that doubt may eject, and the weight at which the others are kept."""
+    """The share of a model's workers that doubt may eject, and the weight of doubted workers that stay in service."""
 
     max_ejection_share: float = 0.5  # share of a model's workers that doubt alone may take out of service
     kept_weight: float = 0.1  # weight of a doubted worker that is kept in service
@@ -33,7 +33,7 @@ class BudgetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Whether and at which weight the ejection budget keeps one worker in service."""
+    """One worker's state in the ejection budget: whether the budget keeps it in service, and at which weight."""
 
     worker: str
     instance: str
@@ -47,7 +47,7 @@ class Budget:
 class BudgetRank:
     """The properties of one worker that the computation of the ejection budget uses.
 
-    Of two doubted workers, the worker with the lower `badness` is kept in service first.
+    Doubted workers are kept in service in the order of their `badness`, the lowest first.
     """
 
     budget: Budget
@@ -69,11 +69,14 @@ def evolve(state: Budget, fact: Fact, cause: str = "") -> Budget:
 
 
 def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime) -> Iterator[Decision]:
-    """Yield a `WeightCapped` for each worker of one model that is newly kept in service, or no longer kept.
+    """Yield a `WeightCapped` for each worker of one model for which the budget's verdict changes.
 
-    Doubt may take at most floor(`max_ejection_share` * counted) workers out of service, where counted is the number of ranks
-    with `counts`. The doubted workers beyond this number are kept at `kept_weight`. Workers that are already kept are chosen
-    first, so that two equally bad workers do not alternate.
+    A worker is kept if the budget leaves it in service despite doubt or a conviction. The verdict changes if a worker is
+    newly kept, kept at another weight, or no longer kept.
+
+    Doubt may take at most floor(`max_ejection_share` * n) workers out of service, where n is the number of `standings` with
+    `counts` set. Further doubted workers are kept at `kept_weight`. Workers that are already kept are chosen first, so that
+    two equally bad workers do not alternate.
     """
     counted = sum(s.counts for s in standings)
     allowed = int(policy.max_ejection_share * counted + 1e-9)
@@ -103,11 +106,16 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
 
 
 def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
-    """Return the name of the one convicted worker that stays in service; empty if no worker is needed or suitable.
+    """Return the name of the suspect that stays in service as the last worker of its model.
 
-    Such a worker is needed only if no other worker of the model serves. A worker that already serves this way is chosen
-    again. Otherwise the suspect with the lowest `badness` is chosen, and among equals the one with the latest health
-    decision. A worker with devices that allow only weight 0 is chosen last.
+    A suspect (`suspect`) is out of service only because of wrong answers to canaries, or because its lineage (reported
+    weights) is new. The result is empty if another worker of the model serves, or if no worker is a suspect. The first of
+    these criteria by which two suspects differ decides between them:
+
+    1. The worker's devices allow a weight above 0.
+    2. The worker was chosen before.
+    3. Its `badness` is lower.
+    4. Its last health decision is later.
     """
     if not policy.keep_last or any(s.serves for s in standings):
         return ""

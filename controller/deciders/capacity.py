@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
-from operator import mul
 from typing import Any
 
 from controller.deciders.validation import STRICT, at_least
@@ -47,7 +46,7 @@ class Slo:
 
 
 def slo_of(policy: Mapping[str, Any] | None, model: str) -> Slo:
-    """Return the SLO of `model` from a policy in the form of `PolicyAdopted`.
+    """Return the SLO of `model` from a policy in plain JSON values, as `PolicyAdopted` carries it.
 
     If the policy sets no SLO for this model or for all models (`*`), return the default SLO.
     """
@@ -71,7 +70,7 @@ def tpot_ms(profile: Profile, running: float) -> float:
     """Return the milliseconds per output token while `running` sequences decode, by the profile's curve.
 
     The curve is linear between two points, constant below the first point, and proportional to `running` beyond the last one.
-    Without a curve the result is infinite, so that a worker that registers no speed has no capacity.
+    Without a curve the result is infinite, and a worker that registers no speed therefore has no capacity.
     """
     if not profile.tpot_ms:
         return inf
@@ -97,10 +96,8 @@ def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
     prefill_ms = min(1000 * slo.mean_prompt_tokens / one.prefill_tokens_per_s for one in profiles)
     if slo.slo_ttft_ms is not None and prefill_ms >= slo.slo_ttft_ms * LATENCY_MAX:
         slo = replace(slo, slo_ttft_ms=None)
-    if (
-        slo.slo_tpot_ms is not None
-        and min(tpot_ms(one, 1) for one in profiles) > slo.slo_tpot_ms * LATENCY_MAX
-    ):
+    token_ms = min(tpot_ms(one, 1) for one in profiles)
+    if slo.slo_tpot_ms is not None and token_ms > slo.slo_tpot_ms * LATENCY_MAX:
         slo = replace(slo, slo_tpot_ms=None)
     return slo
 
@@ -110,7 +107,8 @@ def fleet_capacity(
 ) -> Capacity:
     """Return the combined capacity of workers, given as pairs of profile and routing weight.
 
-    `latency` multiplies the latencies of the SLO, and `batch` multiplies the batch size. A degradation level sets both.
+    `latency` multiplies the latencies of the SLO, and `batch` multiplies the batch size. A degradation level sets both
+    factors.
     """
     parts = [
         (worker_capacity(profile, slo, latency, batch), weight) for profile, weight in workers if weight > 0
@@ -128,29 +126,21 @@ def fleet_rps(
 ) -> tuple[float, ...]:
     """Return, for each factor in `latencies`, the workers' combined capacity in requests per second.
 
-    Each factor multiplies the SLO's latencies. SLOs that no worker can meet are ignored.
+    Each factor multiplies the SLO's latencies. Latency limits that no worker can meet are ignored.
 
-    This function is called at every settle, usually with unchanged inputs, so the last result of each model is cached. The
-    cache compares the inputs instead of hashing them: hashing a thousand profiles takes a millisecond, comparing them almost
-    no time.
+    This function is called whenever the due decisions are computed, usually with unchanged inputs. The last result of each
+    model is therefore cached. The cache compares the inputs instead of hashing them: hashing a thousand profiles takes a
+    millisecond, comparing them almost no time.
     """
     inputs = (tuple(workers), slo, latencies)
     last = _LAST.get(model)
     if last is not None and last[0] == inputs:
         return last[1]
     within = attainable(slo, workers)
-    carrying = [share for share in workers if share[1] > 0]
-    profiles, weights = [one for one, _ in carrying], [weight for _, weight in carrying]
-    ids = [*map(id, profiles)]
-    distinct = dict(zip(ids, profiles, strict=True))
-    carried = []
-    for latency in latencies:
-        each = {
-            key: worker_capacity(one, within, latency).effective_capacity_rps for key, one in distinct.items()
-        }
-        carried.append(sum(map(mul, map(each.__getitem__, ids), weights)))
-    _LAST[model] = inputs, tuple(carried)
-    return _LAST[model][1]
+    capacities = (fleet_capacity(workers, within, latency=latency) for latency in latencies)
+    rates = tuple(capacity.effective_capacity_rps for capacity in capacities)
+    _LAST[model] = inputs, rates
+    return rates
 
 
 _LAST: dict[str, tuple[tuple[object, ...], tuple[float, ...]]] = {}  # by model: the inputs and their result
@@ -171,9 +161,8 @@ def worker_capacity(profile: Profile, slo: Slo, latency: float = 1.0, batch: flo
     decode_s = slo.mean_output_tokens * tpot_ms(profile, min(sequences, running)) / 1000
     rps_kv = sequences / max(prefill_s + decode_s, 1e-9)
     share_s = slo.mean_output_tokens * tpot_ms(profile, running) / 1000 / running
-    rps_compute = min(
-        1 / max(prefill_s + share_s, 1e-9), _rps_within_ttft(prefill_s, slo.slo_ttft_ms, latency)
-    )
+    rps_ttft = _rps_within_ttft(prefill_s, slo.slo_ttft_ms, latency)
+    rps_compute = min(1 / max(prefill_s + share_s, 1e-9), rps_ttft)
     return Capacity(sequences, rps_kv, rps_compute, min(rps_kv, rps_compute))
 
 

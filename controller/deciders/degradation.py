@@ -5,10 +5,10 @@
     level 0 ── ratio < 1.00 ──▶ 1 ── < 0.75 ──▶ 2 ── < 0.50 ──▶ 3 ── < 0.25 ──▶ 4
             ◀── ≥ 1.05 ──────     ◀── ≥ 0.80 ──   ◀── ≥ 0.55 ──   ◀── ≥ 0.30 ──      (after the dwell)
 
-    provisioned = the ratio if every worker that should serve had full weight; the upper limit of the exit ratios
+    provisioned = the ratio if every worker that should serve had full weight
 
-An arrow to the right shows the ratio below which the next level is entered. An arrow to the left shows the exit ratio, at
-which the model returns to the previous level.
+An arrow to the right shows the ratio below which the next level is entered. An arrow to the left shows the exit ratio, at which
+the model returns to the previous level. An exit ratio is at most `provisioned`, but never below the entry ratio.
 
 | level | batch size | shed | latency | accept new |
 |---|---|---|---|---|
@@ -19,14 +19,14 @@ which the model returns to the previous level.
 | 4 | 0.5 | lowest tier | 2.0 | no |
 
 The level rises as soon as the ratio is too low, and falls only after the dwell, the minimum time at a level. Each change
-is one event that sets all four knobs. A starting fleet is not degraded: the first level is set when the warm-up after its
+is one event that sets all four columns. A starting fleet is not degraded: the first level is set when the warm-up after its
 first routable worker has ended.
 
-The ratio of each level is computed with that level's latency SLOs. Level 3 relaxes the latency SLOs, which raises the
-capacity. Whether level 2 suffices is therefore computed with the stricter SLOs of level 2; otherwise the level would
-oscillate. The ratio ignores the reduced batch size of a level, because a smaller batch would lower the ratio again. The
-decision reports the capacity with the reduced batch size as `predicted_rps`. A latency limit that no worker could meet with
-a single request, even relaxed, is ignored, because no level could restore that latency.
+The ratio of each level is computed with that level's latency SLOs. Level 3 relaxes the latency SLOs, which raises the capacity.
+The return from level 3 to level 2 is therefore decided with the stricter SLOs of level 2. With those of level 3, the level
+would oscillate. The ratio ignores the reduced batch size of a level, because a smaller batch would lower the ratio again. The
+decision reports the capacity with the reduced batch size as `predicted_rps`. A latency limit is ignored if no worker could meet
+even its relaxed value with a single request, because no level could restore that latency.
 """
 
 import re
@@ -53,19 +53,13 @@ class DegradationPolicy:
     """The thresholds and waiting times of the degradation levels, for all models, and each model's SLO."""
 
     slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name; `*`: every other model
-    entries: tuple[float, float, float, float] = (
-        1.0,
-        0.75,
-        0.5,
-        0.25,
-    )  # a ratio below entries[n] moves past level n
+    # a ratio below entries[n] moves past level n
+    entries: tuple[float, float, float, float] = (1.0, 0.75, 0.5, 0.25)
     margin: float = 0.05  # a level is left only when the ratio exceeds its entry by this
-    exit_at_provisioned: bool = (
-        True  # leave a level also at the ratio of all provisioned workers, if that is lower
-    )
-    tolerance: float = (
-        1e-9  # tolerance of ratio comparisons: weights that sum to 0.9999999999999998 count as 1
-    )
+    # leave a level also at the ratio of all provisioned workers, if that is lower
+    exit_at_provisioned: bool = True
+    # tolerance of ratio comparisons: weights that sum to 0.9999999999999998 count as 1
+    tolerance: float = 1e-9
     dwell: timedelta = timedelta(seconds=10)  # minimum time at a level before a milder one
     warmup: timedelta = timedelta(seconds=5)  # from the first routable worker to the first level
     priority_tiers: tuple[str, ...] = TIERS  # request tiers, best first; the last is shed first
@@ -80,13 +74,11 @@ class DegradationPolicy:
         several = len(tiers) > 1 and len(set(tiers)) == len(tiers)
         demand(several, f"priority_tiers are {tiers}: at least two distinct tiers are required, best first")
         odd = [tier for tier in tiers if not _TIER.fullmatch(tier)]
+        valid = "at most 40 characters: lower-case letters, digits, - and _"
+        demand(not odd, f"priority_tiers has {odd}: a tier name has {valid}")
+        default = self.tier_default
         demand(
-            not odd,
-            f"priority_tiers has {odd}: a tier name has at most 40 characters: lower-case letters, digits, - and _",
-        )
-        known = self.tier_default in tiers
-        demand(
-            known, f"tier_default is {self.tier_default!r}, which is not one of the priority_tiers {tiers}"
+            default in tiers, f"tier_default is {default!r}, which is not one of the priority_tiers {tiers}"
         )
 
     @property
@@ -115,9 +107,9 @@ class Degradation:
 
 
 def knobs_of(level: int, tiers: Sequence[str] = TIERS) -> Knobs:
-    """Return the four knobs of a degradation level, as in the table of this module's docstring.
+    """Return the four knobs (batch size, shed tier, latency, accepting new requests) of a degradation level.
 
-    The last of `tiers` is the tier that levels 2 to 4 shed.
+    The values are those of the table in the module's docstring. The last of `tiers` is the tier that levels 2 to 4 shed.
     """
     shed = tiers[-1]
     ladder = (
@@ -165,8 +157,9 @@ def decide(
 ) -> Iterator[Decision]:
     """Yield a `DegradationChanged` if the level must change now.
 
-    `workers` pairs the profile of each of the model's workers with the share of its capacity that it could carry (0 to 1).
-    `provisioned` does the same for the workers that should serve, with share 1. It is used only while the level is above 0.
+    `workers` lists the model's workers, each as its profile and the usable share (0 to 1) of its capacity. `provisioned`
+    lists the workers that should be in service, each as its profile and the share 1. `provisioned` is used only while the
+    level is above 0.
     """
     slo = policy.slo(state.model)
     throughput = slo.slo_throughput_rps if slo is not None else None
@@ -189,9 +182,9 @@ def decide(
 
 
 def due_at(policy: DegradationPolicy, state: Degradation) -> datetime | None:
-    """Return when a level change becomes possible without another fact: the end of the dwell or of the warm-up.
+    """Return when a level change becomes possible if no further fact arrives; None before any worker was routable.
 
-    None means that no worker of the model has been routable yet.
+    This is the end of the dwell (the minimum time at a level) or, before the first level is set, the end of the warm-up.
     """
     if state.since is not None:
         return state.since + policy.dwell
@@ -208,8 +201,8 @@ def _exits(
     """Return, for each level below the present one, the lowest ratio at which the model may return to that level.
 
     The exit ratio is the level's entry ratio plus the margin. It is limited to the ratio that all provisioned workers would
-    reach, but never lower than the entry ratio. Without this limit, a model provisioned at 102 % of its SLO would stay
-    degraded after its first loss.
+    reach, but never lower than the entry ratio. Without this limit, a model provisioned at 102 % of its SLO could never
+    return from level 1 to level 0.
     """
     exits = [entry + policy.margin for entry in policy.entries[: state.level]]
     if not exits or not policy.exit_at_provisioned:
@@ -237,8 +230,8 @@ def _change(
 ) -> DegradationChanged:
     """Return the decision that changes the level to `level`.
 
-    `rates` holds the ratio, the capacity and the predicted capacity in requests per second. It is empty for a model without
-    an SLO, and the decision then records 0 for all three.
+    `rates` are three numbers: the ratio, the capacity in requests per second, and the predicted capacity in requests per
+    second. For a model without an SLO, `rates` is empty, and the decision records 0 for all three.
     """
     ratio, capacity_rps, predicted_rps = rates or (0.0, 0.0, 0.0)
     return DegradationChanged(

@@ -7,8 +7,8 @@ requested by an operator (DrainRequested), by the worker itself (ShutdownBegan),
 (HealthChanged to DRAINING).
 
 A worker that has drained empty stays drained until it is resumed or leaves, and ignores further drain requests of an operator.
-The controller waits a margin longer than the deadline that it gives the worker. So a worker that ends its last streams exactly
-at the deadline can still report that it is empty.
+After the worker's deadline, the controller waits for a further `margin`. So a worker that ends its last streams exactly at the
+deadline can still report that it is empty.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from math import isnan
 from typing import Literal
 
 from controller.deciders.validation import STRICT, at_least
-from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStatus
+from events.decisions import AboutWorker, DrainEnded, DrainStarted, HealthChanged, HealthStatus
 from events.fact import Decision, Fact
 from events.frozen import replace
 from events.observations import DrainFinished, DrainRequested, ResumeRequested, ShutdownBegan, WorkerLeft
@@ -30,7 +30,7 @@ DEADLINE_S_MAX = 86_400.0  # a longer requested deadline is cut to one day
 class DrainPolicy:
     """The time limits of a drain.
 
-    The default is the usual grace period of an orchestrator, 60 s, less the time to stop the process and a margin (N24).
+    The default `wait` is the usual grace period of an orchestrator (60 s), minus the margin and the time to stop the process.
     """
 
     wait: timedelta = timedelta(seconds=45)  # time a worker has to finish when the request names no deadline
@@ -57,6 +57,10 @@ class Drain:
     left: bool = False
     resumed: bool = False
     cause: str = ""
+
+    def about(self, now: datetime) -> AboutWorker:
+        """Return the fields that all decisions about this worker have in common. `now` is the decision's time."""
+        return {"worker": self.worker, "instance": self.instance, "decided_at": now, "cause": self.cause}
 
     @property
     def active(self) -> bool:
@@ -92,7 +96,7 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
 def _started(state: Drain, fact: DrainStarted) -> Drain:
     """Record the start of the requested drain.
 
-    `empty` and `gone` keep their values, so that the drain of a worker without streams, or of a lost worker, ends at once.
+    `empty` and `gone` are kept, because the drain of a worker without streams, or of a lost worker, ends at once.
     """
     return replace(
         state,
@@ -109,7 +113,7 @@ def _started(state: Drain, fact: DrainStarted) -> Drain:
 def _ended(state: Drain, fact: DrainEnded) -> Drain:
     """Reset the state at the end of a drain, and record in `done` whether the worker drained empty.
 
-    A request that arrived during the drain is kept and starts another drain.
+    A drain request that was recorded during the drain is kept and starts another drain.
     """
     return replace(
         state,
@@ -132,7 +136,7 @@ def _request(state: Drain, reason: str, deadline_s: float | None, cause: str) ->
 def _given_up(state: Drain, reason: str, cause: str) -> Drain:
     """Request a drain because a health decision gave the worker up.
 
-    If a drain is already requested or running, only record whether the worker has disappeared.
+    If a drain is already requested or running, only record whether the worker has disappeared (`gone`).
     """
     state = replace(state, gone=reason == GONE)
     if state.active or state.wanted:
@@ -145,26 +149,14 @@ def decide(policy: DrainPolicy, state: Drain, now: datetime) -> tuple[Decision, 
     if state.deadline is None:
         if not state.wanted or state.left:
             return ()
-        started = DrainStarted(
-            worker=state.worker,
-            instance=state.instance,
-            deadline=now + _wait(policy, state.wanted_s),
-            reason=state.wanted,
-            decided_at=now,
-            cause=state.cause,
-        )
-        return (started,)
+        deadline = now + _wait(policy, state.wanted_s)
+        return (DrainStarted(**state.about(now), deadline=deadline, reason=state.wanted),)
     outcome = _outcome(policy, state, state.deadline, now)
-    if outcome is None:
-        return ()
-    ended = DrainEnded(
-        worker=state.worker, instance=state.instance, outcome=outcome, decided_at=now, cause=state.cause
-    )
-    return (ended,)
+    return (DrainEnded(**state.about(now), outcome=outcome),) if outcome is not None else ()
 
 
 def due_at(policy: DrainPolicy, state: Drain) -> datetime | None:
-    """Return the time at which the drain ends even without another fact; None if no drain is running."""
+    """Return the time at which the drain ends if no further fact arrives; None if no drain is running."""
     return None if state.deadline is None else state.deadline + policy.margin
 
 

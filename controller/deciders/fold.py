@@ -1,8 +1,8 @@
-"""The fold of the whole journal: applies one recorded fact to the fleet.
+"""Folds the journal into the fleet state: applies one recorded fact after another.
 
-The fold keeps only the current instance of each worker, and ignores facts about other instances. A new instance starts
-with a new state, except that the convictions of hardware or weights (`health.rejoin`) and the open incident are kept. An
-operator command that reached the stream after its deadline is ignored, because the operator got an error for that command.
+The fleet state has only the current instance of each worker, and facts about other instances are ignored. A new instance
+starts with a new state, except that the convictions of hardware or weights (`health.rejoin`) and the open incident are kept.
+An operator command that reached the stream after its deadline is ignored, because the operator got an error for that command.
 """
 
 from collections import defaultdict
@@ -13,22 +13,14 @@ from itertools import compress
 from operator import is_, is_not
 from typing import Any, TypeAlias, TypeVar
 
-from controller.deciders import (
-    degradation,
-    golden,
-    health,
-    incident,
-    thresholds,
-    worker_removal,
-)
+from controller.deciders import degradation, golden, health, incident, thresholds, worker_removal
 from controller.deciders import worker as one
 from controller.deciders.degradation import Degradation
 from controller.deciders.golden import Golden
 from controller.deciders.incident import Incident
-from controller.deciders.spares import NO_SPARE, Spare
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.votes import Voter
-from controller.deciders.worker import Worker
+from controller.deciders.worker import NO_SPARE, Spare, Worker
 from events import decisions as decided
 from events import observations as seen
 from events.fact import Decision, Fact, Recorded
@@ -53,8 +45,8 @@ class AwaitedWorker:
     (absent) ── WorkerAwaited ──▶ awaited ── joined, left gracefully, or not repeated for `AWAITED_FOR` ──▶ (absent)
 
     A process that crashes while it waits stays awaited, because its supervisor restarts it. If it is not restarted, the
-    timeout removes it. The timeout is measured between two facts of the stream, so no two clocks are compared. It is a
-    constant of the fold, not a policy setting, so that every reader of the journal computes the same set.
+    timeout removes it. The timeout is measured between two facts of the stream, so no two clocks are compared. The timeout
+    is a constant, not a policy setting, so that every reader of the journal computes the same awaited workers.
     """
 
     worker: str
@@ -104,7 +96,7 @@ class Fleet:
 
 
 def changed_since(before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> list[str]:
-    """Return the names of the workers that changed.
+    """Return the names of the workers that are new or changed in `workers`, compared with `before`.
 
     A worker is immutable, so an unchanged worker is the same object in both mappings.
     """
@@ -146,9 +138,8 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
 def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
     match fact:
         case decided.GoldenAgreed():
-            return _revised(
-                _golden(fleet, fact, cause), fact, fleet.goldens.get((fact.canary_key, fact.canary))
-            )
+            before = fleet.goldens.get((fact.canary_key, fact.canary))
+            return _revised(_golden(fleet, fact, cause), fact, before)
         case decided.GoldenRetired():
             return _outvoted(_golden(fleet, fact, cause), fact)
         case decided.DegradationChanged():
@@ -164,7 +155,10 @@ def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
 
 
 def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
-    """Return, by name, the live workers of a canary key that may vote on the golden of `canary`."""
+    """Return, by name, the live workers of a canary key that may vote on the golden of `canary`.
+
+    A canary key stands for a model build and a device.
+    """
     found = {}
     for name, worker in fleet.workers.items():
         if worker.joined.canary_key == canary_key and worker.alive:
@@ -193,9 +187,10 @@ def _requested(fleet: Fleet, fact: seen.GoldenRequested, recorded: Recorded) -> 
 
 
 def _revised(fleet: Fleet, fact: decided.GoldenAgreed, before: Golden | None) -> Fleet:
-    """Withdraw the charges of a provisional golden against its own voters that have revised their answer.
+    """Withdraw the charges against workers for an answer that has now become the golden.
 
-    Only workers in `fact.by` qualify, because these agreed on the new golden.
+    A worker is charged if it proposes a golden and later gives another answer. If the workers in `fact.by` now agree on the
+    later answer, the charge was wrong. `before` is the golden before this agreement, with its votes.
     """
     votes = before.votes if before is not None else ()
     for name in (vote.worker for vote in votes if vote.revised and vote.worker in fact.by):
@@ -206,7 +201,11 @@ def _revised(fleet: Fleet, fact: decided.GoldenAgreed, before: Golden | None) ->
 
 
 def _outvoted(fleet: Fleet, fact: decided.GoldenRetired) -> Fleet:
-    """Withdraw the charges of a golden against all workers of its canary key, if the golden was outvoted."""
+    """Update the charges that an outvoted golden has caused.
+
+    Nothing is done if the golden was retired for another reason. The charge against a worker is dropped if the worker gave
+    the answer that outvoted the golden. Any other charge becomes void: it is dropped after one good answer to the canary.
+    """
     if not fact.outvoted_by:
         return fleet
     workers = dict(fleet.workers)
@@ -218,15 +217,13 @@ def _outvoted(fleet: Fleet, fact: decided.GoldenRetired) -> Fleet:
 
 
 def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
-    workers = dict(fleet.workers)
-    workers[worker.joined.worker] = worker
-    return replace(fleet, workers=workers)
+    return replace(fleet, workers={**fleet.workers, worker.joined.worker: worker})
 
 
 def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
-    """Apply one fact to the awaited workers.
+    """Return the fleet with its awaited workers updated by one fact.
 
-    Workers that have not repeated WorkerAwaited for `AWAITED_FOR` are removed.
+    A worker for which no WorkerAwaited was recorded during the last `AWAITED_FOR` is no longer awaited.
     """
     waiting = {name: one for name, one in fleet.awaited.items() if at - one.said_at <= AWAITED_FOR}
     if isinstance(fact, seen.WorkerAwaited):
@@ -246,23 +243,21 @@ def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
 def _awaited(
     fact: seen.WorkerAwaited, before: AwaitedWorker | None, known: Worker | None, at: datetime
 ) -> AwaitedWorker:
-    """Return the awaited worker that a WorkerAwaited describes.
+    """Return the entry of an awaited worker after a new WorkerAwaited.
 
-    `before` is the worker's previous entry, and `known` its previous instance. Either can be None.
+    `before` is the worker's previous entry. `known` is the worker of this name that has joined before. Either is None if it
+    does not exist.
     """
-    if before is not None:
-        model, since = fact.model or before.model, before.since
-    else:
-        model, since = fact.model, at
+    model, since = (fact.model, at) if before is None else (fact.model or before.model, before.since)
     if not model and known is not None:
         model = known.joined.model
     return AwaitedWorker(fact.worker, fact.instance, model, fact.reason, since, at)
 
 
 def refuses(fleet: Fleet, fact: seen.WorkerJoined) -> str:
-    """Return the impossible value for which a registration is rejected; empty if the registration is accepted.
+    """Return why a registration is rejected, as text that names the impossible value; empty if it is accepted.
 
-    Deciders before version `CLAIMS_SINCE` accepted every registration. A fleet of such a version is folded without the check.
+    Deciders before version `CLAIMS_SINCE` accepted every registration. A fleet with such a `deciders_version` still does.
     """
     return "" if 0 < fleet.deciders_version < CLAIMS_SINCE else impossible(fact)
 
@@ -301,7 +296,10 @@ def _observed(fleet: Fleet, worker: Worker, fact: seen.WorkerObservation, record
 
 
 def _intruded(fleet: Fleet, fact: seen.IntrusionRefused, cause: str) -> Fleet:
-    """Record an intrusion attempt in the health of the responsible worker instance, if the fact requires an ejection."""
+    """Record an intrusion attempt in the health of the responsible worker instance.
+
+    Nothing is recorded if the fact requires no ejection.
+    """
     worker = fleet.workers.get(fact.worker) if fact.eject else None
     if worker is None or worker.joined.instance != fact.instance:
         return fleet
@@ -309,7 +307,7 @@ def _intruded(fleet: Fleet, fact: seen.IntrusionRefused, cause: str) -> Fleet:
 
 
 def _begin_anew(fleet: Fleet, worker: Worker, fact: seen.ResumeRequested, cause: str) -> Fleet:
-    """Dispute the provisional goldens that a convicted worker proposed, because an operator resumes this worker.
+    """Dispute the provisional goldens that a convicted worker proposed, because an operator resumes the worker.
 
     The goldens may be wrong, because the worker's own answers established them.
     """
@@ -322,10 +320,10 @@ def _begin_anew(fleet: Fleet, worker: Worker, fact: seen.ResumeRequested, cause:
 
 
 def _only_of_its_own(fleet: Fleet, worker: Worker, fact: seen.CanaryFailed) -> seen.CanaryFailed:
-    """Return the failed canary, with `golden` set to "none" if its golden may not convict this worker.
+    """Return the failed canary, with `golden` set to "none" if the canary's golden may not convict this worker.
 
-    A provisional golden may convict only the worker that proposed it. A golden that was outvoted after the canary was sent
-    may convict no worker.
+    A provisional golden may convict only the worker that proposed it. A golden that was outvoted after the canary was sent may
+    convict no worker.
     """
     if fact.golden == "agreed":
         known = fleet.goldens.get((fact.canary_key, fact.golden_canary))
@@ -345,7 +343,7 @@ def _without(known: Mapping[str, T], name: str) -> Mapping[str, T]:
 def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
     """Move a worker from the current to the departed workers.
 
-    Its model is removed too, if no other worker has that model and the model is not degraded.
+    The worker's model is removed too, if no other worker has this model and the model is not degraded.
     """
     name, model = worker.joined.worker, worker.joined.model
     workers, models = _without(fleet.workers, name), fleet.models
@@ -357,7 +355,7 @@ def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
 
 
 def _placed(fleet: Fleet, worker: Worker, fact: decided.SpareActivated | decided.SpareReleased) -> Fleet:
-    """Assign the roles of both workers after a spare was activated or released.
+    """Exchange the roles of a spare and the worker that it replaces, after the spare was activated or released.
 
     An activated spare serves, and the replaced worker becomes a spare. A release reverses these roles.
     """
@@ -381,9 +379,8 @@ def _worker_decided(fleet: Fleet, fact: decided.WorkerDecision, recorded: Record
         return _forgotten(replace(fleet, number=fact.number), worker)
     model = worker.joined.model
     state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
-    workers = dict(fleet.workers)
-    workers[fact.worker] = one.evolve(worker, fact, recorded, cause)
-    fleet = replace(fleet, workers=workers, models={**fleet.models, model: state}, number=fact.number)
+    fleet = _with_worker(fleet, one.evolve(worker, fact, recorded, cause))
+    fleet = replace(fleet, models={**fleet.models, model: state}, number=fact.number)
     if isinstance(fact, decided.SpareActivated | decided.SpareReleased):
         return _placed(fleet, fleet.workers[fact.worker], fact)
     if isinstance(fact, decided.HealthChanged) and fact.after is decided.HealthStatus.DEAD:
@@ -401,7 +398,7 @@ def _golden(fleet: Fleet, fact: GoldenFact, cause: str) -> Fleet:
 
 
 def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
-    """Update each worker's list of canaries with disputed answers, for the workers of these canary keys."""
+    """For all workers of these canary keys, update the list of canaries on which their answers are disputed."""
     goldens = [state for (canary_key, _), state in fleet.goldens.items() if canary_key in canary_keys]
     if not goldens:
         return fleet
@@ -417,7 +414,7 @@ def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
 
 
 def _disputed(fleet: Fleet, doubtful: Sequence[Golden]) -> Mapping[str, list[str]]:
-    """Return, by name, the canaries on which a live worker's answer contradicts another worker's."""
+    """Return, by worker name, the canaries on which a live worker's answer contradicts another worker's answer."""
     lives = {name: w.joined.instance for name, w in fleet.workers.items() if w.alive} if doubtful else {}
     disputed = defaultdict[str, list[str]](list)
     for state in doubtful:

@@ -2,28 +2,28 @@
 
     (none) ── proposed ──▶ provisional ── a second worker agrees ──▶ agreed
        │                        │                                      ▲
-       │                        └── disputed ──▶ retired ── two agree ─┤
+       │                        └── disputed ──▶ retired ── two agree ─┘
        │                                          └── no votes left: the next answer is provisional again
-       │                                                              │
-       │       agreed ── outvoted ──▶ retired, and the answer that outvoted it
-       └── configured ──▶ agreed ── more workers contradict it, all alike, than confirm it ──▶ retired, for good
+       └── configured ──▶ agreed ── more workers give one other answer than confirm it ──▶ retired, for good
 
-A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. An agreed golden
-convicts any worker, a provisional golden only the worker that proposed it, and a retired golden no worker. Each worker has
-one vote, its latest answer. Votes are kept after a dispute, so that the next worker's answer can decide it.
+    agreed ── outvoted ──▶ retired ── at once ──▶ agreed, with the answer that outvoted the former one
 
-A provisional golden convicts every instance of the worker that proposed it. The later instance may be the healthy one, but
-no other worker has shown which of the two answers is wrong. An operator decides this by resuming the convicted worker: the
-golden is then disputed, and the worker's next answer becomes the provisional golden.
+A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. An agreed golden can
+convict any worker, a provisional golden only the worker that proposed it, and a retired golden no worker. Each worker has one
+vote, its latest answer. Votes are kept after a dispute, so that the next worker's answer can decide the dispute.
+
+A provisional golden convicts every instance of the worker that proposed it. If a later instance answers differently, at least
+one of the two answers is wrong, and no other worker has shown which. An operator decides by resuming the convicted worker. The
+resume disputes the golden, and the worker's next answer becomes the provisional golden.
 
 A configured answer is agreed without votes. A typing error in a configured answer would convict the whole fleet, so workers
-can dispute this answer until one worker has confirmed it. When enough workers give the same other answer, the configured
+can dispute this answer until one worker has confirmed it. When enough workers agree on another answer, the configured
 answer is retired, and no worker is in doubt.
 
-An agreed golden is outvoted when live workers give one common other answer and have more voices (`votes.voices`) than the
+An agreed golden is outvoted when live workers agree on another answer and have more voices (`votes.voices`) than the
 workers that confirm the golden. This happens while new weights are deployed under the same name, on one server after
-another. The common answer is then agreed, and the old golden no longer convicts these workers. The new golden convicts a
-worker that gives a third answer.
+another. The answer of the outvoting workers is then agreed, and the old golden no longer convicts them. The new golden
+convicts a worker that gives a third answer.
 
 An operator can approve an answer, retire a golden, or request that a golden is recorded again (`GoldenRequested`). An
 approved golden can be outvoted like any other golden.
@@ -67,9 +67,8 @@ class GoldenPolicy:
     voters_min: int = 2  # number of workers that must give the same answer before it convicts others
     outvote: bool = True  # retire an agreed golden when more hosts contradict it alike than confirm it
     tie_margin: float = 0.1  # logprob lead up to which answers that diverge there count as the same answer
-    hold_new_lineage: bool = (
-        True  # keep a worker of a new lineage out of service until its goldens are agreed
-    )
+    # keep a worker of a new lineage out of service until its goldens are agreed
+    hold_new_lineage: bool = True
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -79,7 +78,7 @@ class GoldenPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """The answer to one canary under one canary key, and the votes behind it."""
+    """The golden answer to one canary for one canary key (model build and device), with the votes on it."""
 
     canary_key: str
     canary: str
@@ -96,9 +95,8 @@ class Golden:
     votes: tuple[Vote, ...] = ()
     contradictions: tuple[Vote, ...] = ()  # complete answers that differ from it while it is agreed
     by: tuple[str, ...] = ()  # workers that agreed
-    dissent: tuple[
-        str, ...
-    ] = ()  # workers that answered otherwise when it was agreed and have not passed since
+    # workers that answered otherwise when it was agreed and have not passed since
+    dissent: tuple[str, ...] = ()
     disputed_by: str = ""  # the disputing worker, until a decision has reacted
     moved_by: int = 0  # number of the last decision about it
     moves: GoldenMoves = field(default_factory=GoldenMoves)
@@ -162,9 +160,9 @@ def _requested(state: Golden | None, fact: seen.GoldenRequested, cause: str) -> 
         provisional = state.status == "provisional"
         return _with_request(state, OperatorRequest("approve", fact.by), cause) if provisional else state
     given = last_answer(state, fact.worker, fact.instance)
-    return (
-        state if given is None else _unless_agreed(state, OperatorRequest("approve", fact.by, given), cause)
-    )
+    if given is None:
+        return state
+    return _unless_agreed(state, OperatorRequest("approve", fact.by, given), cause)
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
@@ -189,8 +187,8 @@ def _with_request(state: Golden, wanted: OperatorRequest, cause: str) -> Golden:
 def _approved(state: Golden) -> Golden:
     """Return the golden with the answer that an operator's request approves.
 
-    If the request supplies the answer's prompt, the golden gets this prompt too. Without such a request the golden is
-    unchanged.
+    If the request supplies the answer's prompt, the golden gets this prompt too. If no request approves an answer, the golden
+    is unchanged.
     """
     wanted = state.moves.wanted
     if wanted is None or wanted.act != "approve":
@@ -203,28 +201,23 @@ def _approved(state: Golden) -> Golden:
 
 
 def _contradicted(state: Golden, fact: seen.CanaryFailed, cause: str) -> Golden:
-    """Record a worker's complete answer that differs from an agreed golden. One such answer is kept per worker.
+    """Record a worker's complete answer that differs from the golden. One such answer is kept per worker.
 
-    Enough equal answers outvote the golden. An answer that differs from the worker's own provisional golden is recorded too.
-    This answer becomes a vote when the golden is retired after another worker's dispute.
+    An answer is recorded only if the golden is agreed, or is provisional and was proposed by the same worker. Enough equal
+    answers outvote an agreed golden. If a provisional golden is retired after another worker's dispute, the recorded answer
+    becomes a vote.
     """
     open_ = state.status == "agreed" or (state.status == "provisional" and fact.worker == state.proposed_by)
     if not open_ or not fact.whole or fact.sent_under < state.moved_by:
         return state
-    tokens = contradiction(state, fact.got)
-    known = next((vote for vote in state.contradictions if vote.worker == fact.worker), None)
-    if known is not None and (known.instance, known.tokens, known.top_k) == (
-        fact.instance,
-        tokens,
-        fact.top_k,
-    ):
+    vote = Vote(fact.worker, fact.instance, contradiction(state, fact.got), fact.top_k, cause)
+    if any(replace(vote, cause=known.cause) == known for known in state.contradictions):
         return state
-    vote = Vote(fact.worker, fact.instance, tokens, fact.top_k, cause)
     return replace(state, contradictions=_cast(state.contradictions, vote), cause=cause)
 
 
 def _reconciled(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow) -> Golden:
-    """Remove the contradiction of a worker that has since given the agreed answer."""
+    """Remove a worker's recorded contradiction, because the worker has since given the agreed answer."""
     if not state.contradictions or fact.sent_under < state.moved_by:
         return state
     left = tuple(vote for vote in state.contradictions if vote.worker != fact.worker)
@@ -232,10 +225,11 @@ def _reconciled(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow) -> Gol
 
 
 def _retired(state: Golden, fact: GoldenRetired) -> Golden:
-    """Apply a retirement.
+    """Apply the retirement of a golden.
 
-    If workers outvoted a golden that is not configured, only their answers remain as votes, and the next decision agrees on
-    them. After any other retirement all votes remain.
+    If the golden was not outvoted, all votes remain, and the recorded contradictions become votes too. If a configured golden
+    was outvoted, all votes remain. If any other golden was outvoted, only the votes of the workers that outvoted it remain, and
+    the next decision makes their answer the golden.
     """
     wanted = state.moves.wanted
     retired = replace(
@@ -262,10 +256,10 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
 
 
 def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens for which a disputing answer counts as a vote.
+    """Return the tokens to record as the vote of a worker that disputes the golden with the answer `tokens`.
 
-    The result is empty if these tokens equal those of a configured golden, because the answer then disputes only its
-    logprobs.
+    This is `tokens` itself, with one exception: the golden is configured and has the same tokens. The worker then disputes
+    only the golden's logprobs and votes for no other answer, so the result is empty.
     """
     return () if golden.configured and tokens == golden.tokens else tokens
 
@@ -274,8 +268,8 @@ def _passed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: str
     """Count a passed canary as a vote for the golden, if the golden is provisional and undisputed.
 
     A pass also ends the worker's dissent from an agreed golden. A worker that has voted for another answer gets no second
-    vote, because a pass does not name the answer it was compared with. A new leader may have compared another answer than
-    this golden.
+    vote. The reason is that a pass does not name the golden with which the answer was compared. A new leader may have used an
+    older golden.
     """
     undisputed = state.status == "provisional" and not state.disputed_by
     open_to_votes = undisputed and fact.worker != state.proposed_by
@@ -306,7 +300,7 @@ def _confirmed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: 
 
 
 def confirmations(state: Golden) -> list[Vote]:
-    """Return the workers' votes for exactly the tokens of this golden, without the vote of the configuration."""
+    """Return the workers' votes for exactly the tokens of this golden. The vote of the configuration is left out."""
     return [vote for vote in state.votes if vote.tokens == state.tokens and vote.worker != CONFIGURED]
 
 
@@ -333,7 +327,7 @@ def _proposed(state: Golden | None, fact: seen.GoldenProposed, cause: str) -> Go
 def _start_over(state: Golden, fact: seen.GoldenProposed, vote: Vote) -> Golden:
     """Return a provisional, undisputed golden with the proposed answer.
 
-    A configured answer drops all earlier votes, because the earlier voters' answers were not compared with it.
+    A configured answer drops all earlier votes, because these votes were not compared with the configured answer.
     """
     return replace(
         state,
@@ -360,7 +354,8 @@ def _start_over(state: Golden, fact: seen.GoldenProposed, vote: Vote) -> Golden:
 def _disputed_by(state: Golden, vote: Vote) -> str:
     """Return the worker that disputes the provisional answer; empty if none does.
 
-    If `vote` contradicts the answer, this is its worker; otherwise the worker recorded before.
+    The result is the worker of `vote` if `vote` contradicts the provisional answer. If not, it is the worker that was
+    already recorded as disputing.
     """
     contradicts = state.status == "provisional" and vote.worker != state.proposed_by
     if contradicts and not agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance):
@@ -374,15 +369,18 @@ def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
 
 
 def _of(votes: Iterable[Vote], by: Collection[str]) -> list[Vote]:
-    """Return the votes of the workers in `by`. The first vote is the golden answer.
+    """Return the votes of the workers in `by`, those with logprobs first.
 
-    Votes with logprobs come before votes without them.
+    If these workers agree on a golden, the first vote provides the golden's answer.
     """
     return sorted((v for v in votes if v.worker in by), key=lambda v: not v.top_k)
 
 
 def _tied(votes: Iterable[Vote], by: Collection[str]) -> tuple[str, ...]:
-    """Return the workers in `by` that diverge from the golden only at a near tie, by another token."""
+    """Return the workers in `by` that agree on the golden, although their answers differ from it from a near tie on.
+
+    A near tie is a position at which the golden's token and the worker's token have nearly equal logprobs.
+    """
     first, *others = _of(votes, by) or [Vote("", "", ())]
     return tuple(sorted(v.worker for v in others if parting(first.tokens, v.tokens) is not None))
 
@@ -425,7 +423,8 @@ def is_undisputed(state: Golden) -> bool:
 def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
     """Return the workers in doubt over this golden. `lives` maps each live worker to its instance.
 
-    Before an agreement, all voters are in doubt if their votes differ. After an agreement, only the dissenting workers are.
+    Before an agreement, all voters are in doubt if their votes differ. After an agreement, only the workers that dissent are in
+    doubt.
     """
     votes = [vote for vote in state.votes if lives.get(vote.worker) == vote.instance]
     if state.status == "agreed":
@@ -435,28 +434,21 @@ def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(vote.worker for vote in votes) if len(camps(votes, state.tolerance)) > 1 else ()
 
 
-def may_be_outvoted(policy: GoldenPolicy, state: Golden) -> bool:
-    """Return whether at least `voters_min` workers contradict an agreed golden, so that voices must be counted.
-
-    The result is False if the policy does not allow outvoting.
-    """
-    return policy.outvote and state.status == "agreed" and len(state.contradictions) >= policy.voters_min
-
-
 def decide(
     policy: GoldenPolicy,
     state: Golden,
     now: datetime,
     voters: Callable[[], Mapping[str, Voter]] = dict,
 ) -> Iterator[Decision]:
-    """Yield the due decisions that agree on this golden or retire it.
+    """Yield the decisions that are due: an agreement on this golden, its retirement, or both.
 
     `voters` returns the live workers of the golden's canary key, by name.
     """
     if state.moves.wanted is not None:
         yield from _decide_request(state, state.moves.wanted, now)
         return
-    if may_be_outvoted(policy, state):
+    contradicted = state.status == "agreed" and len(state.contradictions) >= policy.voters_min
+    if contradicted and policy.outvote:
         against, confirming = outvoters(
             state.contradictions, state.tolerance, voters(), policy.voters_min, policy.tie_margin
         )
@@ -532,8 +524,8 @@ def _retirement(
 def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
     """Return the workers that gave the most common answer.
 
-    The result is empty if these are fewer than `voters_min`, or if another answer is as common. For a configured golden it is
-    CONFIGURED alone, because a configured answer needs no votes.
+    The result is empty if these workers are fewer than `voters_min`, or if another answer is as common. For a configured
+    golden the result contains only CONFIGURED, because a configured answer needs no votes.
     """
     if state.configured:
         return (CONFIGURED,)
@@ -548,7 +540,7 @@ def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
 def _against(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
     """Return the workers that gave the most common answer other than the configured one.
 
-    The result is empty if these are fewer than `voters_min`, or not more than the workers that confirm the configured answer.
+    The result is empty if they are fewer than `voters_min`, or if as many or more workers confirm the configured answer.
     """
     others = [vote for vote in state.votes if vote.worker != CONFIGURED and vote.tokens != state.tokens]
     largest = max(camps(others, 0.0, policy.tie_margin), key=len, default=[])

@@ -3,21 +3,21 @@
 | from | on | to |
 |---|---|---|
 | (new instance) | WorkerJoined | SUSPICIOUS, weight 0, a canary is sent at once |
-| SUSPICIOUS (joining) | good canary | HEALTHY, weight 1; of a new lineage only once a golden of it is agreed |
+| SUSPICIOUS (joining) | good canary | HEALTHY, weight 1; a new lineage first needs an agreed golden |
 | HEALTHY | failed canary | SUSPICIOUS, 0.5 |
 | HEALTHY | slow (CanarySlow, or the frontends' WorkerSlow) three times in a row | SUSPICIOUS, 0.5; slowness goes no further |
-| any | a canary that times out while the engine answers other requests | as slow |
+| any | a canary that times out while the engine answers other requests | as for slow |
 | SUSPICIOUS | good canary (three not-slow ones, if slow was the reason) | HEALTHY |
 | SUSPICIOUS | third failed canary in a row | UNHEALTHY, 0 |
 | any but DEAD | conviction: confirmed mismatch, non-finite, fatal device or engine fault, silence | UNHEALTHY, 0 |
 | UNHEALTHY | the breaker's trial passes | HEALTHY, 0.25, then 0.5, 1.0 with each good canary |
-| UNHEALTHY, only because nothing was answered | the same | HEALTHY, with the weight that it had |
+| UNHEALTHY only for missing answers | the breaker's trial passes | HEALTHY, with the weight that it had |
 | HEALTHY (ramp) | failed canary | UNHEALTHY, 0 |
 | UNHEALTHY | trials_max trials failed in a row, or silent for dead_after | DRAINING, then DEAD when nothing is in flight |
 | any but DEAD | DrainRequested, ShutdownBegan | DRAINING, 0 |
 | DRAINING | empty and left, or deadline | DEAD |
 | DRAINING | ResumeRequested, then a good canary | HEALTHY by the ramp |
-| HEALTHY, SUSPICIOUS | DeviceFaulted with a weight, DeviceRecovered | the same, at most that weight |
+| HEALTHY, SUSPICIOUS | DeviceFaulted with a weight, DeviceRecovered | the status stays, at most that weight |
 | any but DEAD | IntrusionRefused with `eject`, of this instance | UNHEALTHY, until an operator resumes it |
 | any | WorkerLeft | DEAD |
 | DEAD | anything about this instance | DEAD |
@@ -28,7 +28,8 @@ keeps in service is not given up for failed trials.
 A conviction of hardware or weights (corruption, a device fault) outlives the instance. The conviction prevents the return to
 HEALTHY until an operator resumes the worker, the device is reported recovered, or `good_to_acquit` consecutive canaries are
 good. One canary is not enough, because a corrupt worker can answer it correctly by chance. A good canary is one with the
-right answer, even if the answer is slow. Only the end of a suspicion of slowness requires a normal speed.
+right answer, even if the answer is slow. A worker that is suspected of slowness must also answer at normal speed before it is
+HEALTHY again.
 
 A device's limit (throttled clocks, a lost link) is not a suspicion. The limit only caps the worker's weight, and of several
 limits the lowest applies. A limit ends when the device recovers, when an operator resumes the worker, or when the instance
@@ -71,9 +72,10 @@ FRONTENDS_MAX = 64  # frontends with slowness reports that are counted as one
 
 
 def rejoin(previous: Health, new: Health, *, new_lineage: bool = False) -> Health:
-    """Return the health of a worker's next instance: `new`, with the convictions of hardware and weights from `previous`.
+    """Return the health of a worker's next instance: `new`, with the earlier convictions of hardware and weights.
 
-    Convictions by the goldens of another lineage are dropped, because the new lineage has goldens of its own.
+    The earlier convictions are those in `previous`. Convictions by goldens of another lineage (what the engine reports about
+    its weights) are dropped, because the new lineage has its own goldens.
     """
     before = previous.charges
     if new_lineage and not before.not_finite:
@@ -131,9 +133,8 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
         case seen.WorkerHeard():
             return _heard(state)
         case seen.DeviceFaulted(fatal=True):
-            return _convict(
-                state, _device(fact), f"device_fault: {fact.fault_class} {fact.code}".strip(), cause
-            )
+            reason = f"device_fault: {fact.fault_class} {fact.code}".strip()
+            return _convict(state, _device(fact), reason, cause)
         case seen.DeviceFaulted(weight=float() | int()):
             return _limit(state, _device(fact), fact.weight, cause)
         case seen.DeviceRecovered():
@@ -204,7 +205,8 @@ def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
 def _slow(state: Health, frontend: str, cause: str) -> Health:
     """Count a frontend's report that the worker is slow.
 
-    Reports by different frontends count as one report. The next report is counted when one of these frontends reports again.
+    Several frontends may report the same slowness. Their reports form a series, which counts as one report. A new series
+    starts when a frontend of the current series reports again, or when the series has FRONTENDS_MAX frontends.
     """
     known = state.slowness
     if frontend in known.frontends or not known.frontends or len(known.frontends) >= FRONTENDS_MAX:
@@ -243,9 +245,9 @@ def _failed(state: Health, fact: seen.CanaryFailed, cause: str) -> Health:
 
 
 def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health:
-    """Update the health after decision `number` retired an outvoted golden.
+    """Return the health after decision `number` overruled the golden of `canary`.
 
-    `agrees`: whether this worker gave the answer that was agreed instead.
+    `agrees` tells whether this worker gave the answer that overruled the golden.
     """
     left = outvoted_charges(state.charges, canary, number, agrees=agrees)
     if left is state.charges:
@@ -260,7 +262,7 @@ def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health
 def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
     """Record a conviction of the worker.
 
-    A decision is required only if the conviction is new, if the worker has passed its trial, or if the worker is neither
+    A decision becomes due only in three cases: the conviction is new, the worker has passed its trial, or the worker is neither
     UNHEALTHY nor given up.
     """
     standing = state.charges.convictions
@@ -358,7 +360,10 @@ def _moved(state: Health, fact: decided.HealthChanged) -> Health:
 
 
 def _well(moved: Health) -> Health:
-    """Clear the evidence against a worker that becomes HEALTHY. Disputes, a drain request and device limits are kept."""
+    """Clear the evidence against a worker that becomes HEALTHY.
+
+    Disputes, a drain request and device limits are kept.
+    """
     return replace(
         moved,
         joining=False,

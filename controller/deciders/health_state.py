@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from controller.deciders.validation import STRICT, at_least, demand, share
-from events.decisions import HealthChanged, HealthStatus
+from events.decisions import AboutWorker, HealthChanged, HealthStatus
 from events.fact import Decision
 from events.frozen import fast_constructor, replace
 from events.observations import CanaryFailed
@@ -60,11 +60,10 @@ class Slowness:
 class Charges:
     """Convictions of a worker, with their evidence. Unlike a suspicion, a conviction is beyond doubt."""
 
-    convictions: tuple[str, ...] = ()
+    convictions: tuple[str, ...] = ()  # corrupt, silent, engine, or a device with its fault class
     goldens: tuple[str, ...] = ()  # canaries with an agreed golden that convicted it of wrong answers
-    void: tuple[
-        tuple[str, int], ...
-    ] = ()  # those with a golden that has been outvoted, and the number of that decision
+    # those with a golden that has been outvoted, and the number of that decision
+    void: tuple[tuple[str, int], ...] = ()
     own_goldens: tuple[str, ...] = ()  # canaries that convicted it by a golden it had proposed itself
     not_finite: bool = False  # non-finite answers convicted it
     acquitted: bool = False  # the goldens that convicted it were outvoted: only its trial is missing
@@ -120,9 +119,13 @@ class Health:
     dead_since: datetime | None = None  # by the clock of the controller that decided it
     cause: str = ""  # id of the last fact that changed this state
 
+    def about(self, now: datetime) -> AboutWorker:
+        """Return the fields that all decisions about this worker have in common. `now` is the decision's time."""
+        return {"worker": self.worker, "instance": self.instance, "decided_at": now, "cause": self.cause}
+
     @property
     def held(self) -> bool:
-        """Whether the worker is held back because it joined with a lineage that has no agreed goldens yet."""
+        """Whether the worker is held back because its lineage (reported weights) has no agreed goldens yet."""
         return self.joining and self.status is SUSPICIOUS and self.reason == NEW_LINEAGE
 
     @property
@@ -131,18 +134,16 @@ class Health:
         return min(weight for _, weight in self.limits) if self.limits else 1.0
 
     @property
-    def convictions(self) -> tuple[str, ...]:
-        """The worker's convictions: corrupt, silent, engine, or a device with its fault class."""
-        return self.charges.convictions
-
-    @property
     def corrupt(self) -> bool:
-        """Whether wrong answers have convicted the worker."""
+        """Whether wrong answers have convicted the worker.
+
+        The answers of such a worker may not be trusted, even if it serves as the last worker of its model.
+        """
         return CORRUPT in self.charges.convictions
 
     @property
     def convicted(self) -> bool:
-        """Whether a conviction has taken the worker out of service, or must do so.
+        """Whether a conviction has taken the worker out of service, or is about to do so.
 
         The ejection budget never keeps such a worker. The value stays true until the worker is HEALTHY again, even if the
         evidence is gone earlier, for example because the worker sends heartbeats again.
@@ -153,7 +154,8 @@ class Health:
 def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
     """Return the charges after a wrong or non-finite answer to a canary.
 
-    `agreed`: whether an agreed golden shows that the answer is wrong. If not, the worker's own provisional golden does.
+    `agreed` states which golden shows that the answer is wrong: an agreed one, or else the worker's own provisional
+    golden.
     """
     if fact.reason == "non_finite":
         return replace(charges, not_finite=True)
@@ -167,10 +169,10 @@ def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
 
 
 def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool) -> Charges:
-    """Return a worker's charges after decision `number` retired an outvoted golden.
+    """Return a worker's charges after decision `number` overruled the golden of `canary`.
 
-    The charge is dropped if the worker `agrees` with the answer that was agreed instead. For any other worker the charge
-    becomes void, which means that one good answer to this canary drops it.
+    If the worker gave the answer that overruled the golden (`agrees`), the charge is dropped. For any other worker the charge
+    becomes void: one good answer to this canary then drops the charge.
     """
     if canary not in charges.goldens and canary not in charges.own_goldens:
         return charges
@@ -178,7 +180,7 @@ def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool
 
 
 def redeemed(charges: Charges, canary: str, sent_under: int) -> Charges:
-    """Return the charges after a good answer to a canary, which drops a void charge for that canary.
+    """Return the charges after a good answer to a canary. A void charge for that canary is dropped.
 
     The canary must have been sent after the decision that made the charge void.
     """
@@ -187,7 +189,7 @@ def redeemed(charges: Charges, canary: str, sent_under: int) -> Charges:
 
 
 def lifted(charges: Charges, canary: str) -> Charges:
-    """Return the charges without those for this canary.
+    """Remove from `charges` all records of wrong answers to `canary`, and return the rest.
 
     If no other golden and no non-finite answer convicts the worker, the conviction of corruption ends.
     """
@@ -203,7 +205,10 @@ def lifted(charges: Charges, canary: str) -> Charges:
 
 
 def without(charges: Charges, conviction: str) -> Charges:
-    """Return the charges without this conviction. If no conviction is left, the accusation ends too."""
+    """Return the charges without `conviction`.
+
+    If no conviction is left, a decision that was due because of a conviction is no longer due.
+    """
     if conviction not in charges.convictions:
         return charges
     left = tuple(c for c in charges.convictions if c != conviction)
@@ -235,11 +240,8 @@ class HealthPolicy:
         at_least(1, quicks_min=self.quicks_min, good_to_acquit=self.good_to_acquit)
         at_least(0, dead_after=self.dead_after)
         share(suspicious_weight=self.suspicious_weight)
-        rises = all(low < high for low, high in pairwise((0.0, *self.ramp)))
-        demand(
-            rises and bool(self.ramp) and max(self.ramp) <= 1,
-            f"ramp is {self.ramp}: it must rise from above 0 to 1",
-        )
+        rises = self.ramp and all(low < high for low, high in pairwise((0.0, *self.ramp)))
+        demand(bool(rises) and max(self.ramp) <= 1, f"ramp is {self.ramp}: it must rise from above 0 to 1")
 
 
 def decide(
@@ -247,7 +249,7 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Return the due transition as a tuple of one decision; an empty tuple if none is due.
 
-    `held` returns whether a joining worker must wait, because its lineage is new and has no agreed golden.
+    `held` returns whether a joining worker must wait, because its lineage (reported weights) is new and has no agreed golden.
     """
     move = _due(policy, state, now) or _limited(state)
     if move is not None and move[0] is HEALTHY and state.joining and state.status is SUSPICIOUS and held():
@@ -255,22 +257,20 @@ def decide(
     if move is None:
         return ()
     after, weight, reason = move
+    unlimited, weight = weight if weight > state.limit else None, min(weight, state.limit)
     changed = HealthChanged(
-        worker=state.worker,
-        instance=state.instance,
+        **state.about(now),
         before=state.status,
         after=after,
         reason=reason,
-        weight=min(weight, state.limit),
-        unlimited=weight if weight > state.limit else None,
-        decided_at=now,
-        cause=state.cause,
+        weight=weight,
+        unlimited=unlimited,
     )
     return (changed,)
 
 
 def due_at(policy: HealthPolicy, state: Health) -> datetime | None:
-    """Return the time at which a silent worker is given up without another fact; None if the worker is not silent."""
+    """Return the time at which a silent worker is given up if no further fact arrives; None if it is not silent."""
     since = state.charges.silent_since
     return None if since is None else since + policy.dead_after
 
@@ -288,7 +288,8 @@ def _limited(state: Health) -> Move | None:
 def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
     """Return the transition that is due; None if none is due.
 
-    A drain request is handled before an accusation, so that a worker with both is UNHEALTHY in the end.
+    A drain request is handled before a new conviction. A worker with both therefore becomes DRAINING first, and UNHEALTHY by
+    the next decision.
     """
     if state.status is DEAD:
         return None
@@ -305,9 +306,10 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
 
 
 def _demanded(policy: HealthPolicy, state: Health) -> Move | None:
-    """Return the transition for an ended process, a drain, an accusation or an intrusion; None if none of these applies.
+    """Return the transition for an ended process, a drain, a new conviction or an intrusion.
 
-    These reasons are checked before the rules of the worker's status.
+    None means that none of these applies. These reasons are checked before the rules that depend on the worker's present
+    status.
     """
     if state.exit.left:
         return DEAD, 0.0, state.exit.left
@@ -353,7 +355,10 @@ def _slows(policy: HealthPolicy, state: Health) -> int:
 
 
 def _step(policy: HealthPolicy, state: Health) -> float:
-    """Return the next weight on the ramp: one step up for each good canary since the last transition."""
+    """Return the next weight on the ramp.
+
+    The weight rises by one step for each good canary since the last transition.
+    """
     higher = [weight for weight in (*policy.ramp, 1.0) if weight > state.ramp]
     return higher[min(state.canaries.goods, len(higher)) - 1]
 
@@ -376,8 +381,8 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
     """Return whether a conviction or an intrusion prevents the worker's return to service.
 
-    `good_to_acquit` consecutive good canaries outweigh every conviction except silence. A conviction of the engine alone does
-    not prevent the return.
+    `good_to_acquit` consecutive good canaries outweigh every conviction except silence. An engine fault does not prevent the
+    return if it is the only conviction.
     """
     if SILENT in state.charges.convictions or (state.intrusion and policy.eject_intruders):
         return True
@@ -388,8 +393,8 @@ def _blocked(policy: HealthPolicy, state: Health) -> bool:
 def _returning(policy: HealthPolicy, state: Health) -> float:
     """Return the weight at which a worker returns to service.
 
-    This is the first step of the ramp. With `silence_returns_whole`, a worker that only failed to answer gets its former
-    weight.
+    This is the first step of the ramp. With `silence_returns_whole`, a worker that was taken out of service for missing
+    answers, and gave no wrong answer, gets its former weight if that is higher.
     """
     silent = state.reason in UNANSWERED and not state.canaries.wrong and not state.charges.convictions
     return max(policy.ramp[0], state.ramp) if policy.silence_returns_whole and silent else policy.ramp[0]

@@ -45,13 +45,8 @@ def evolve(state: Incident | None, fact: Fact) -> Incident | None:
     return replace(state, subject=fact.subject, symptom=fact.symptom, opened_at=fact.decided_at)
 
 
-def incident_id(number: int) -> str:
-    """Return the id of the incident that decision `number` opens."""
-    return f"incident-{number}"
-
-
 def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | None:
-    """Return the subject of a decision and its symptom, if the decision shows that something is wrong; None otherwise.
+    """Return the symptom that a decision shows, as (subject, symptom); None if the decision shows no symptom.
 
     A requested drain and a joining worker are not symptoms.
     """
@@ -73,7 +68,7 @@ def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | Non
 def _intended(decision: decided.HealthChanged) -> bool:
     """Return whether the death of a worker was requested.
 
-    A worker that ends itself because it cannot continue passes through DRAINING too, but without a request.
+    A worker that ends itself because it cannot continue also becomes DRAINING first, but without a request.
     """
     if decision.reason == "left: self_initiated":
         return False

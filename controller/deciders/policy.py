@@ -1,6 +1,7 @@
 """All settings of the deciders, and their conversion to and from the form that the journal stores.
 
-A `PolicyAdopted` event carries the policy as plain JSON values, so that `replay verify` uses the policy of that time.
+A `PolicyAdopted` event carries the policy as plain JSON values. `replay verify` can therefore repeat each recorded decision
+with the policy that applied to that decision.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,10 @@ class FleetPolicy:
 
     @cached_property
     def adopted(self) -> Written:
-        """This policy in the form of `PolicyAdopted`. The value is cached, because every settle compares it."""
+        """This policy in plain JSON values, as `PolicyAdopted` carries it.
+
+        Cached, because each computation of decisions compares it with the policy in force.
+        """
         written: dict[str, Written] = dump(self)
         parts = {name: _without(part, ABSENT.get(name, {})) for name, part in written.items()}
         return {name: part for name, part in parts.items() if part}
@@ -50,7 +54,7 @@ class FleetPolicy:
     def at(self, version: int) -> "FleetPolicy":
         """Return this policy as deciders of an older version apply it.
 
-        Each setting that was added after `version` gets the value that gives the behaviour from before.
+        Each setting that was added after `version` gets the value that preserves the behaviour of that version.
         """
         if version not in self._at:
             parts = {name: (getattr(self, name), values) for name, values in _since(version).items()}
@@ -64,8 +68,8 @@ class FleetPolicy:
 
 
 OLDEST = 5
-"""The oldest version of the deciders that this release can apply. In a fleet of an older version the leader adopts this
-one, with the event kinds that the fleet knows."""
+"""The oldest version of the deciders that this release can apply. If the fleet has an older version, the leader adopts
+OLDEST, with the event kinds that the fleet knows."""
 
 BEFORE: Mapping[int, Mapping[str, Written]] = {
     5: {"forgetting": {"forget_after": None}, "spares": {"on_return": "swap"}},
@@ -77,12 +81,11 @@ BEFORE: Mapping[int, Mapping[str, Written]] = {
         "health": {"eject_intruders": False, "soft_timeouts": False, "silence_returns_whole": False},
     },
 }
-"""How the deciders behaved before each version that changed them.
+"""The policy values that preserve the behaviour from before each version of the deciders.
 
-By version, machine and field: the value with which the machine decides as before that version, in the form of `dump`.
-A changed decider has a new field in its policy, defaulting to the new behaviour, and an entry here. So a fleet that
-still has processes of an older version decides by `FleetPolicy.at`, and `replay verify` repeats a recorded decision with
-the policy of its time.
+The keys are version, state machine and field. The values have the form of `dump`. A changed decider has a new field in its
+policy, defaulting to the new behaviour, and an entry here. A fleet that still has processes of an older version therefore
+decides by `FleetPolicy.at`, and `replay verify` repeats a recorded decision with the policy of that time.
 """
 
 
@@ -99,7 +102,10 @@ def _since(version: int) -> dict[str, Written]:
 
 
 ABSENT: Mapping[str, Written] = _merged(BEFORE)
-"""The values of fields that a policy lacks: the behaviour from before. They are not written, so an old policy stays equal."""
+"""The values of fields that a stored policy lacks. They preserve the behaviour from before the fields existed.
+
+`FleetPolicy.adopted` omits a field with this value, so a policy without the field stays equal.
+"""
 
 
 def _without(part: Written, before: Written) -> Written:
@@ -122,8 +128,8 @@ def dump(value: object) -> Any:
 def load(written: Mapping[str, Any]) -> FleetPolicy:
     """Return the policy that `dump` has written. Raise ValueError for an invalid value.
 
-    Unknown names are ignored. If a missing setting is listed in `ABSENT`, it gets the behaviour from before the setting
-    existed, so that the replay of an old journal gives the same decisions. Any other missing setting gets its default.
+    Unknown names are ignored. A missing setting gets its default or, if `ABSENT` lists the setting, the value in `ABSENT`. That
+    value preserves the behaviour from before the setting existed, so the replay of an old journal gives the same decisions.
     """
     absent = {name: {**values, **written.get(name, {})} for name, values in ABSENT.items()}
     return _load(FleetPolicy, {**written, **absent})

@@ -3,8 +3,8 @@
     policy → goldens → health → budget → breaker → drain → spares → degradation → incidents → forgetting, repeated until
     nothing is due
 
-Each state machine decides on the fleet after the decisions of the previous ones. If two decided on the same old fleet, they
-could together exceed a budget that each of them respects.
+Each state machine decides on the fleet as it is after the previous decisions. If two state machines decided on the same fleet,
+their decisions could together exceed a budget that each of them respects.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -30,8 +30,6 @@ from controller.deciders.health_state import Health
 from controller.deciders.incident import Incident
 from controller.deciders.policy import OLDEST, FleetPolicy
 from controller.deciders.shares import Shares, provisioned, standing, weighted
-from controller.deciders.spares import SpareView
-from controller.deciders.worker import Worker
 from events import decisions as decided
 from events.fact import Decision, Recorded
 from events.frozen import replace
@@ -49,9 +47,10 @@ Settle: TypeAlias = Callable[[FleetPolicy, Fleet, datetime], tuple[Decision, ...
 
 
 def in_force(fleet: Fleet) -> InForce:
-    """Return the event kinds that may be written and the deciders' version that applies.
+    """Return the event kinds that the leader may write, and the deciders' version by which it decides.
 
-    Both are limited to what this release knows. Before the first decision, all that this release knows is in force.
+    Kinds that this release does not know are left out, and the version is one that this release can apply. Before the first
+    decision, all known kinds and the newest version are in force.
     """
     if not fleet.number:
         return InForce.of(new_kinds(), DECIDERS_VERSION)
@@ -69,11 +68,11 @@ def settle(
 ) -> tuple[Decision, ...]:
     """Return all decisions that are due, in order, numbered from `fleet.number + 1`.
 
-    The result depends only on the state and the time, so that a call that is late, repeated or made after a crash gives the
-    same decisions. After a fleet has applied these decisions, no further decision is due.
+    The result depends only on the state and the time. A call that is late, repeated or made after a crash therefore gives the
+    same decisions. Once the decisions have been applied to the fleet, no further decision is due.
 
     Args:
-        shares: a cache for callers that settle repeatedly.
+        shares: a cache for callers that call this function repeatedly.
         force: the kinds and version in force from now on; None: unchanged.
     """
     return settled(policy, fleet, now, None, shares, force)[0]
@@ -104,7 +103,7 @@ def settled(
 
 
 def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | None:
-    """Return the next time at which a decision becomes due without another fact; None if there is no such time.
+    """Return the next time at which a decision becomes due if no further fact arrives; None if none does.
 
     The fleet must be calm, which means that no decision is due at `now`.
     """
@@ -119,7 +118,7 @@ def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | Non
 
 
 def absorption_due(pending: int, waited: timedelta) -> bool:
-    """Return whether a leader without due decisions should append an `Absorbed` decision.
+    """Return whether a leader without due decisions should record its position in an `Absorbed` decision.
 
     `pending` is the number of facts after the last decision, and `waited` is the time since the oldest of them was read.
     """
@@ -127,16 +126,16 @@ def absorption_due(pending: int, waited: timedelta) -> bool:
 
 
 def absorbed(fleet: Fleet, now: datetime) -> decided.Absorbed:
-    """Return a decision that changes nothing, and records only how far the controller has read."""
+    """Return a decision that changes nothing in the fleet, but records how far the controller has read."""
     return decided.Absorbed(number=fleet.number + 1, decided_at=now)
 
 
 class SettleCache:
-    """Settles a fleet only if a decision can be due.
+    """Computes the due decisions of a fleet only if a decision can be due.
 
-    A fleet is calm if its last settle gave no decisions. In a calm fleet no decision becomes due before a fact changes the
-    fleet, or before the time that `next_due` returns. Fleets are immutable and compared by identity, so the cached result is
-    never outdated.
+    A fleet is calm if the last call of `settle` for this fleet returned no decisions. In a calm fleet, no decision becomes due
+    until a fact changes the fleet, or the time that `next_due` returns has come. Fleets are immutable and compared by
+    identity, so the cached result is never outdated.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class SettleCache:
         self._until: datetime | None = None  # nothing becomes due in it before this time
 
     def due(self, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-        """Return the decisions of `settle`; an empty tuple, without settling, while the fleet is known to be calm."""
+        """Return the decisions of `settle`. While the fleet is known to be calm, return () without calling `settle`."""
         force = self._force(fleet)
         if force is None and fleet is self._calm and (self._until is None or now < self._until):
             return ()
@@ -167,7 +166,7 @@ class SettleCache:
 
 @dataclass(slots=True)
 class _Settling:
-    """One settle in progress: the decisions so far, and the fleet after these decisions."""
+    """One call of `settle` in progress: the decisions so far, and the fleet after these decisions."""
 
     policy: FleetPolicy
     fleet: Fleet
@@ -184,12 +183,12 @@ class _Settling:
         self.barred = new_kinds() - self.force.kinds
 
     def include_all(self, canary_key: str) -> None:
-        """Select all workers of a canary key too, because a decision about a golden changed these workers."""
+        """Also evaluate all workers of a canary key (model build and device), because a golden of the key has changed."""
         same = {name for name, one in self.fleet.workers.items() if one.joined.canary_key == canary_key}
         self.selected = sorted({*self.selected, *same})
 
     def keep(self, decision: Decision) -> None:
-        """Number a decision, assign it to its incident, and apply it to the fleet.
+        """Number a decision, assign the decision to an incident, and apply it to the fleet.
 
         A first symptom opens an incident. A decision of a kind that may not be written yet is dropped.
         """
@@ -199,7 +198,7 @@ class _Settling:
         sign = incident.symptom(self.policy.incident, decision)
         if sign is not None and not belongs:
             subject, what = sign
-            belongs = incident.incident_id(self.fleet.number + 1)
+            belongs = f"incident-{self.fleet.number + 1}"
             opened = decided.IncidentOpened(
                 subject=subject, symptom=what, decided_at=self.now, cause=decision.cause
             )
@@ -253,24 +252,15 @@ def _adopt(s: _Settling) -> None:
 
 
 def _goldens(s: _Settling) -> None:
-    policy, goldens = s.policy.golden, s.fleet.goldens
-    open_ = [
-        key
-        for key, state in goldens.items()
-        if state.status != "agreed"
-        or state.configured
-        or state.moves.wanted is not None
-        or golden.may_be_outvoted(policy, state)
-    ]
-    for key in sorted(open_):
+    for key in sorted(s.fleet.goldens):
         electorate = partial(voters, s.fleet, *key)
-        for decision in golden.decide(policy, s.fleet.goldens[key], s.now, electorate):
+        for decision in golden.decide(s.policy.golden, s.fleet.goldens[key], s.now, electorate):
             s.keep(decision)
             s.include_all(key[0])
 
 
 def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
-    """Run one state machine of every selected worker until the machine has no due decision."""
+    """Run the state machine in the field `machine` of each selected worker, until it has no due decision."""
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
     for name in s.selected:
         moves = 0
@@ -289,14 +279,13 @@ def _health(s: _Settling) -> None:
 def _is_held(s: _Settling, name: str) -> bool:
     """Return whether a joining worker must wait because its lineage has no agreed golden yet.
 
-    The worker waits only if the model has other workers, because otherwise no worker could confirm its answers.
+    The lineage is what the engine reports about its weights. The worker waits only if the model has other workers, because
+    otherwise no worker could confirm the new answers.
     """
     workers, goldens = s.fleet.workers, s.fleet.goldens
     worker = workers[name]
-    others = (one for other, one in workers.items() if other != name)
-    if not s.policy.golden.hold_new_lineage or not any(
-        one.joined.model == worker.joined.model for one in others
-    ):
+    others = (one.joined.model for other, one in workers.items() if other != name)
+    if not s.policy.golden.hold_new_lineage or worker.joined.model not in others:
         return False
     agreed = {key for (key, _), state in goldens.items() if state.status == "agreed"}
     return is_new_lineage(worker.joined.canary_key, agreed)
@@ -321,17 +310,8 @@ def _spares(s: _Settling) -> None:
         return
     if not any(worker.spare.kept for worker in known.values()):
         return
-    workers = [known[name] for name in sorted(known)]
-    for decision in spares.decide(s.policy.spares, [_spare_view(worker) for worker in workers], s.now):
+    for decision in spares.decide(s.policy.spares, [known[name] for name in sorted(known)], s.now):
         s.keep(decision)
-
-
-def _spare_view(worker: Worker) -> SpareView:
-    joined, moved = worker.joined, max(worker.health.moved_by, worker.breaker.moved_by)
-    return SpareView(
-        joined.worker, joined.instance, worker.spare, worker.kind, joined.topology.host, worker.lost, worker.well,
-        worker.incident, f"decision:{moved}" if moved else worker.health.cause,
-    )  # fmt: skip
 
 
 def _levels(s: _Settling) -> None:
@@ -365,13 +345,16 @@ def _forget(s: _Settling) -> None:
 
 
 def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
-    """Return the outcome of an incident and the id of its cause. Both are empty while the incident lasts."""
+    """Return an incident's outcome ("recovered" or "dead"), and the id of the fact or decision that caused it.
+
+    Both are empty while the incident lasts.
+    """
     kind, _, name = state.subject.partition(":")
     if kind == "model":
         model = fleet.models.get(name)
         return ("recovered", model.cause) if model is not None and not model.level else ("", "")
     worker = fleet.workers.get(name)
-    if worker is None or (worker.alive and not worker.well):
+    if worker is None or (worker.alive and not worker.fully_healthy):
         return "", ""
     last = f"decision:{max(worker.health.moved_by, worker.breaker.moved_by)}"
     return "recovered" if worker.alive else "dead", last

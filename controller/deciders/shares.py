@@ -1,4 +1,4 @@
-"""Computes each worker's usable share of its capacity and its rank in the ejection budget."""
+"""Computes each worker's usable share of its capacity, and its `BudgetRank` for the ejection budget."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +37,7 @@ class Shares:
         return bool(self._spares)
 
     def ranks(self, model: str, workers: Mapping[str, Worker]) -> list[BudgetRank]:
-        """Return the budget ranks of a model's workers, sorted by the workers' names."""
+        """Return a `BudgetRank` for each worker of a model, sorted by the workers' names."""
         self._refresh(workers)
         for name in self._unranked:
             of, place = self._places[name]
@@ -89,9 +89,10 @@ class Shares:
 
 
 def weighted(workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
-    """Return the same as `Shares.of`, but without a cache.
+    """Return, by model, each worker's profile and the share (0 to 1) of its capacity that it could carry.
 
-    Equal profiles are not deduplicated, because this would cost more than it saves in one settle.
+    This is `Shares.of` without a cache. Equal profiles are not replaced by one shared object, because this would cost more
+    than it saves in a single use.
     """
     found: dict[str, list[tuple[Profile, float]]] = {}
     for name in sorted(workers):
@@ -112,10 +113,10 @@ def provisioned(workers: Mapping[str, Worker], model: str) -> Sequence[tuple[Pro
 
 
 def standing(worker: Worker) -> BudgetRank:
-    """Return a worker's rank in the ejection budget.
+    """Return the properties of a worker that the ejection budget uses.
 
-    The rank is lower (less bad) for a worker that is not UNHEALTHY, then for fewer failed trials, then for fewer failed
-    canaries.
+    Workers are compared by `badness`: first by whether they are UNHEALTHY, then by the number of failed trials, then by the
+    number of failed canaries.
     """
     unhealthy = worker.health.status is HealthStatus.UNHEALTHY
     trials = max(worker.health.trials.failed, worker.breaker.trials_failed)

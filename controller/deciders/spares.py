@@ -14,102 +14,67 @@ from datetime import datetime
 from typing import Literal, TypeAlias
 
 from controller.deciders.validation import STRICT
+from controller.deciders.worker import Worker
 from events.decisions import SpareActivated, SpareReleased
 from events.fact import Decision
-from events.frozen import fast_constructor
 
 OnReturn: TypeAlias = Literal["swap", "release"]
-# Workers of equal kind can replace one another: model, revision, shape.
-Kind: TypeAlias = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparesPolicy:
     """What happens to a spare when the worker that it replaces is healthy again."""
 
-    on_return: OnReturn = (
-        "swap"  # swap: the returning worker becomes the spare; release: it gets its place back
-    )
+    # swap: the returning worker becomes the spare; release: it gets its place back
+    on_return: OnReturn = "swap"
     __pydantic_config__ = STRICT
 
 
-@dataclass(frozen=True, slots=True)
-class Spare:
-    """The role of one worker: serving, kept as a spare, or serving in place of another worker."""
-
-    kept: bool = False  # kept back: gets no traffic, and is not counted in capacity
-    place: str = ""  # the worker that it replaces; empty: none
-
-
-NO_SPARE = Spare()
-
-
-@fast_constructor
-@dataclass(frozen=True, slots=True)
-class SpareView:
-    """The properties of one worker that decide how spares are assigned."""
-
-    worker: str
-    instance: str
-    spare: Spare
-    kind: Kind
-    host: str
-    lost: str  # why it will not return soon; empty: it is not lost
-    ready: bool  # it is healthy and has passed its canaries
-    incident: str = ""  # its open incident
-    cause: str = ""  # the decision that last moved it
-
-    @property
-    def needs_spare(self) -> bool:
-        """Whether the worker is lost and was not a spare itself."""
-        return bool(self.lost) and not self.spare.kept
-
-
-def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> Iterator[Decision]:
+def decide(policy: SparesPolicy, workers: Sequence[Worker], now: datetime) -> Iterator[Decision]:
     """Yield a SpareActivated for each lost worker with a suitable spare.
 
     With `on_return` "release", also yield a SpareReleased for each replacement that is no longer needed.
     """
-    spares, gone = [view for view in views if view.spare.kept and view.ready], set[str]()
+    spares, gone = [one for one in workers if one.spare.kept and one.fully_healthy], set[str]()
     if policy.on_return == "release":
-        for view, back in _returned(views, spares):
+        for worker, back in _returned(workers, spares):
             spares.remove(back)
-            gone.add(view.worker)
+            gone.add(worker.joined.worker)
             yield SpareReleased(
-                worker=view.worker,
-                instance=view.instance,
-                returned=back.worker,
+                worker=worker.joined.worker,
+                instance=worker.joined.instance,
+                returned=back.joined.worker,
                 decided_at=now,
-                cause=back.cause,
+                cause=back.last_move,
             )
-    for lost in views:
-        if not lost.needs_spare or lost.worker in gone:
+    for lost in workers:
+        name, reason = lost.joined.worker, lost.lost
+        if not reason or lost.spare.kept or name in gone:
             continue
         if (best := _best(spares, lost)) is not None:
             spares.remove(best)
             yield SpareActivated(
-                worker=best.worker,
-                instance=best.instance,
-                replaces=lost.worker,
-                reason=lost.lost,
+                worker=best.joined.worker,
+                instance=best.joined.instance,
+                replaces=name,
+                reason=reason,
                 incident=lost.incident,
                 decided_at=now,
-                cause=lost.cause,
+                cause=lost.last_move,
             )
 
 
-def _best(spares: Iterable[SpareView], lost: SpareView) -> SpareView | None:
-    """Return the best spare for a lost worker; None if no spare is of its kind.
+def _best(spares: Iterable[Worker], lost: Worker) -> Worker | None:
+    """Return the best spare for a lost worker; None if there is no spare of the lost worker's kind.
 
     A spare on another host is preferred, because a host failure affects every worker on the host.
     """
-    able = (spare for spare in spares if spare.kind == lost.kind)
-    return min(able, key=lambda one: (bool(lost.host) and one.host == lost.host, one.worker), default=None)
+    host, able = lost.joined.topology.host or None, (spare for spare in spares if spare.kind == lost.kind)
+    return min(able, key=lambda one: (one.joined.topology.host == host, one.joined.worker), default=None)
 
 
-def _returned(views: Sequence[SpareView], spares: Sequence[SpareView]) -> list[tuple[SpareView, SpareView]]:
-    """Return pairs of a replacement and the worker that it replaced, where the latter is a ready spare again."""
-    ready = {view.worker: view for view in spares}
-    return [
-        (view, ready[view.spare.place]) for view in views if view.spare.place in ready and not view.spare.kept
-    ]
+def _returned(workers: Sequence[Worker], spares: Sequence[Worker]) -> list[tuple[Worker, Worker]]:
+    """Return pairs (replacement, replaced worker), one for each replaced worker that is now a ready spare."""
+    ready = {one.joined.worker: one for one in spares}
+    serving = (one for one in workers if not one.spare.kept)
+    return [(one, ready[one.spare.place]) for one in serving if one.spare.place in ready]

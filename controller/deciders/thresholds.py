@@ -1,4 +1,4 @@
-"""The load thresholds above which a rank of a model counts as busy. Operators set them.
+"""The load thresholds above which a data-parallel rank of a model counts as busy. Operators set them.
 
 The thresholds are on the journal so that all frontends use the same values. No decider uses them. Each frontend compares
 them with the load that it observes.
@@ -22,7 +22,10 @@ class BusyThresholds:
     active_prefill_tokens_frac: float | None = None  # share of the tokens of one step
 
     def __post_init__(self) -> None:
-        """Raise ValueError that names the threshold, its value, and the valid range."""
+        """Raise ValueError if a threshold is out of its valid range.
+
+        The message names the threshold, its value, and the range.
+        """
         share, tokens = self.active_decode_blocks, self.active_prefill_tokens
         frac = self.active_prefill_tokens_frac
         if share is not None and not 0 <= share <= 1:
@@ -38,7 +41,7 @@ class BusyThresholds:
         return self != NEVER
 
     def over(self, below: "BusyThresholds") -> "BusyThresholds":
-        """Return these thresholds, in which each None is replaced by the value from `below`."""
+        """Return these thresholds, with the value from `below` for each threshold that is None."""
         return replace(below, **{name: value for name, value in asdict(self).items() if value is not None})
 
 

@@ -40,7 +40,7 @@ def agrees(one: Vote, other: Vote, tolerance: float, tie_margin: float = 0.0) ->
     """Return whether two answers count as the same.
 
     Their tokens must be equal, and logprobs must be within `tolerance` where both answers have them. With a `tie_margin`,
-    answers may also diverge at a near tie. The tokens after this position are not compared.
+    answers may also diverge at a near tie. The tokens after such a near tie are not compared.
     """
     place = parting(one.tokens, other.tokens)
     if place is None:
@@ -62,7 +62,7 @@ def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def _is_tie(own: Vote, other: Vote, place: int, tie_margin: float) -> bool:
-    """Return whether `own` rates both workers' tokens at a position as nearly equally likely.
+    """Return whether `own` rates the tokens of both answers at position `place` as nearly equally likely.
 
     The logprobs of the two tokens may differ by at most `tie_margin`.
     """
@@ -88,9 +88,9 @@ def distance(one: Sequence[TopK], other: Sequence[TopK]) -> float:
 
 
 def margin(top_k: Sequence[TopK]) -> float:
-    """Return the smallest difference between the two highest logprobs at any position of an answer.
+    """Return the smallest logprob difference, over an answer's positions, between the two most likely tokens.
 
-    The result is 0 if any position lists fewer than two tokens.
+    The result is 0 if any position lists fewer than two tokens, or if there are no positions.
     """
     return min((top[0][1] - top[1][1] if len(top) > 1 else 0.0 for top in top_k), default=0.0)
 
@@ -106,7 +106,10 @@ class Voter:
 
 
 def voices(workers: Iterable[str], voters: Mapping[str, Voter]) -> int:
-    """Return the number of independent voices of these workers. Workers that are not in `voters` are ignored."""
+    """Return the number of independent voices of these workers. Workers that are not in `voters` are ignored.
+
+    This is the number of their distinct machines or of their distinct broker accounts, whichever is smaller.
+    """
     known = [voters[name] for name in workers if name in voters]
     return min(len({voter.place for voter in known}), len({voter.account for voter in known}))
 
@@ -118,11 +121,11 @@ def outvoters(
     voices_min: int,
     tie_margin: float = 0.0,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the workers that outvote an agreed golden with one common answer, and the workers that confirm the golden.
+    """Return the workers that outvote an agreed golden with one common answer, and those that confirm the golden.
 
     Both are empty if the golden is not outvoted. Only votes of the workers' current instances count. The workers with the
-    common answer need at least `voices_min` voices, more than the confirming workers have, and more than those with any other
-    answer.
+    common answer need at least `voices_min` voices. They also need more voices than the confirming workers, and more than the
+    workers with any other answer.
     """
     votes = [vote for vote in contradictions if _present(vote, voters)]
     against = {vote.worker for vote in votes}
@@ -147,7 +150,7 @@ OPERATOR = "operator"
 
 @dataclass(frozen=True, slots=True)
 class OperatorRequest:
-    """An operator's request to approve, retire or record again one golden."""
+    """An operator's request about one golden: to approve it, to retire it, or to record it again."""
 
     act: Literal["approve", "retire", "record"]
     by: str  # the operator
@@ -157,16 +160,16 @@ class OperatorRequest:
 
     @property
     def operator(self) -> str:
-        """The name by which goldens and decisions list the operator among workers.
+        """The name that stands for the operator where goldens and decisions list workers.
 
-        The name contains a space, and no worker's name does.
+        No worker has this name, because worker names contain no space.
         """
         return f"{OPERATOR} {self.by}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenMoves:
-    """Records what last changed a golden, or is about to change it: a majority for another answer, or an operator's request."""
+    """What changes a golden besides votes: a decision that it was outvoted, and an operator's request."""
 
     outvoted_by: int = 0  # number of the decision by which another answer last outvoted it
     wanted: OperatorRequest | None = None  # an operator's request, until a decision has reacted

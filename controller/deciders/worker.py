@@ -11,7 +11,6 @@ from controller.deciders.breaker import Breaker
 from controller.deciders.budget import Budget
 from controller.deciders.drain import Drain
 from controller.deciders.health_state import CORRUPT, RELAPSE, Health
-from controller.deciders.spares import NO_SPARE, Kind, Spare
 from events import observations as seen
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
@@ -58,6 +57,17 @@ class Conviction:
 
 
 @dataclass(frozen=True, slots=True)
+class Spare:
+    """The role of one worker: serving, kept as a spare, or serving in place of another worker."""
+
+    kept: bool = False  # kept back: gets no traffic, and is not counted in capacity
+    place: str = ""  # the worker that it replaces; empty: none
+
+
+NO_SPARE = Spare()
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """One worker: its registration, and the state of each of its state machines."""
 
@@ -87,7 +97,7 @@ class Worker:
 
     @property
     def weight(self) -> float:
-        """The worker's share of traffic, 0 to 1. A worker with weight 0 is not routable."""
+        """The worker's routing weight, 0 to 1, where 1 means full traffic. A worker with weight 0 is not routable."""
         natural = self.natural_weight
         if natural == 0.0 and self.budget.kept is not None and (self.counts or self.serves_suspect):
             return self.budget.kept
@@ -95,7 +105,7 @@ class Worker:
 
     @property
     def suspect(self) -> bool:
-        """Whether only wrong answers to canaries or a new lineage keep the worker out of service.
+        """Whether only wrong answers to canaries, or a new lineage (reported weights), keep the worker out of service.
 
         Such a worker may serve if no other worker of its model does.
         """
@@ -104,19 +114,22 @@ class Worker:
         if not self.alive or leaves or self.spare.kept or h.charges.not_finite:
             return False
         kept_back = h.held or h.corrupt or (h.charges.acquitted and h.convicted)
-        return kept_back and all(conviction == CORRUPT for conviction in h.convictions)
+        return kept_back and all(conviction == CORRUPT for conviction in h.charges.convictions)
 
     @property
     def serves_suspect(self) -> bool:
         """Whether the worker serves only because no other worker of its model does.
 
-        Such a worker is convicted by canaries, or its lineage is new.
+        Such a worker is convicted by canaries, or its lineage (what the engine reports about its weights) is new.
         """
         return self.budget.last and self.suspect and self.natural_weight == 0.0
 
     @property
     def budgeted(self) -> bool:
-        """Whether the worker is kept by the ejection budget, is in doubt or is a suspect."""
+        """Whether the ejection budget may have to decide about the worker.
+
+        True if the budget keeps the worker in service, if the worker is `in_doubt`, or if it is a `suspect`.
+        """
         return self.budget.kept is not None or self.in_doubt or self.suspect
 
     @property
@@ -145,10 +158,10 @@ class Worker:
 
     @property
     def counts(self) -> bool:
-        """Whether the worker is in service, or would be without suspicion.
+        """Whether the worker is in service, or would be if there were no suspicion against it.
 
-        This is false for a worker that is not expected to serve, and for one that a conviction (silence, fault, corruption)
-        excludes.
+        This is false for a worker that is not expected to serve, and for a worker that a conviction (silence, fault,
+        corruption) excludes.
         """
         return self.expected and not self.health.convicted
 
@@ -161,18 +174,11 @@ class Worker:
         return self.natural_weight == 0.0 and self.counts
 
     @property
-    def corrupt(self) -> bool:
-        """Whether wrong answers have convicted the worker.
-
-        The answers of such a worker may not be trusted, even if it serves as the last worker of its model.
-        """
-        return self.health.corrupt
-
-    @property
     def place(self) -> str:
         """The machine that computes the worker's answers.
 
-        This is the address of the server behind the worker, or else its host, or else the worker's name.
+        This is the address of the server behind the worker. Without such a server, it is the worker's host or, if that is
+        unknown, the worker's name.
         """
         return self.joined.server or self.joined.topology.host or self.joined.worker
 
@@ -182,17 +188,18 @@ class Worker:
         return self.health.status is not HealthStatus.DEAD
 
     @property
-    def well(self) -> bool:
-        """Whether the worker is HEALTHY at full weight, with a closed breaker, no drain, and no help of the budget."""
+    def fully_healthy(self) -> bool:
+        """Whether the worker is HEALTHY at full weight, with a closed breaker and without a drain.
+
+        The value is false for a worker that the ejection budget keeps in service.
+        """
         h = self.health
-        full = h.status is HealthStatus.HEALTHY and h.weight >= 1.0
-        return (
-            full and self.breaker.position == "closed" and not self.drain.active and self.budget.kept is None
-        )
+        full = h.status is HealthStatus.HEALTHY and h.weight >= 1.0 and self.breaker.position == "closed"
+        return full and not self.drain.active and self.budget.kept is None
 
     @property
-    def kind(self) -> Kind:
-        """The model and the shape of the worker. Workers of equal kind can replace one another."""
+    def kind(self) -> tuple[str | int, ...]:
+        """The worker's model, revision, tokenizer, dtype, TP and DP. Workers of equal kind can replace one another."""
         joined = self.joined
         return joined.model, joined.revision, joined.tokenizer, joined.dtype, joined.tp, joined.dp
 
@@ -212,6 +219,16 @@ class Worker:
                 stopped = h.limits and h.weight == h.limit == 0.0
                 return min(h.limits, key=itemgetter(1))[0] if stopped else ""
         return h.reason if lost else ""
+
+    @property
+    def last_move(self) -> str:
+        """The name of the event that decisions about spares record as their cause.
+
+        This is the last decision about the worker's health or breaker. Without such a decision, it is the last fact that changed
+        the worker's health.
+        """
+        number = max(self.health.moved_by, self.breaker.moved_by)
+        return f"decision:{number}" if number else self.health.cause
 
     @property
     def cache_epoch(self) -> int:
@@ -259,10 +276,11 @@ def join(previous: Worker | None, fact: seen.WorkerJoined, cause: str, at: datet
     new = Worker(fact, Health(name, instance, cause=cause), *machines, joined_at=at, spare=Spare(fact.spare))
     if previous is None:
         return new
+    new_lineage = seen.is_new_lineage(fact.canary_key, (previous.joined.canary_key,))
     return replace(
         previous,
         joined=fact,
-        health=health.rejoin(previous.health, new.health, new_lineage=lineage_changed(previous.joined, fact)),
+        health=health.rejoin(previous.health, new.health, new_lineage=new_lineage),
         breaker=new.breaker,
         drain=new.drain,
         budget=new.budget,
@@ -272,11 +290,6 @@ def join(previous: Worker | None, fact: seen.WorkerJoined, cause: str, at: datet
         joined_at=at,
         spare=previous.spare if previous.joined.spare == fact.spare else new.spare,
     )
-
-
-def lineage_changed(before: seen.WorkerJoined, now: seen.WorkerJoined) -> bool:
-    """Return whether the engine reports another lineage than the worker's previous instance did."""
-    return seen.is_new_lineage(now.canary_key, (before.canary_key,))
 
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
@@ -296,9 +309,10 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
 
 
 def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker:
-    """Update the worker after an agreed golden was outvoted.
+    """Return the worker after decision `number` overruled the golden of `canary`.
 
-    If the worker is then no longer corrupt, its trial is due at once.
+    `agrees` tells whether this worker gave the answer that overruled the golden. If the worker is then no longer corrupt, the
+    trial of its breaker is due at once.
     """
     moved = health.outvoted(state.health, canary, number, agrees=agrees)
     if moved is state.health:
@@ -336,8 +350,8 @@ def _canary(state: Worker, fact: seen.CanaryResult, recorded: Recorded, cause: s
 
 
 def spare_awaited(lost: Worker, workers: Iterable[Worker]) -> bool:
-    """Return whether a spare of the same kind is ready to replace a lost worker, but has not been activated."""
-    ready = (one for one in workers if one.spare.kept and one.well and one.kind == lost.kind)
+    """Return whether a spare of the same kind is ready to replace a lost worker, but has not been activated yet."""
+    ready = (one for one in workers if one.spare.kept and one.fully_healthy and one.kind == lost.kind)
     return not lost.spare.kept and any(ready)
 
 

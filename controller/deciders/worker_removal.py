@@ -33,10 +33,10 @@ class ForgettingPolicy:
 
 
 def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetime) -> tuple[Decision, ...]:
-    """Return the decision to forget a dead worker, as a tuple of one; an empty tuple if it is not due.
+    """Return the decision to forget a dead worker, as a tuple of one; an empty tuple if the decision is not due.
 
-    `awaited`: whether the worker's next instance waits to join. Such a worker, and one with an open incident, is not
-    forgotten.
+    `awaited` tells whether the worker's next instance waits to join. A worker is not forgotten while its next instance waits
+    to join, or while it has an open incident.
     """
     due = due_at(policy, worker)
     if due is None or now < due or awaited or worker.incident:
@@ -54,9 +54,10 @@ def due_at(policy: ForgettingPolicy, worker: Worker) -> datetime | None:
 
 
 def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Worker]:
-    """Return the departed workers with `worker` added.
+    """Return the departed workers with `worker` added, limited to DEPARTED_MAX workers.
 
-    Beyond DEPARTED_MAX, drop the oldest worker without evidence against it, or else the oldest one.
+    Beyond this limit, the oldest worker without evidence against it is dropped. If there is evidence against every worker, the
+    oldest worker is dropped.
     """
     known = {**departed, worker.joined.worker: worker}
     if len(known) > DEPARTED_MAX:
@@ -66,5 +67,5 @@ def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Wor
 
 def _stained(worker: Worker) -> bool:
     """Return whether a worker's next instance would inherit a conviction or a record of wrong answers."""
-    inherited = [one for one in worker.health.convictions if one not in (SILENT, ENGINE)]
+    inherited = [one for one in worker.health.charges.convictions if one not in (SILENT, ENGINE)]
     return bool(inherited or worker.convictions)

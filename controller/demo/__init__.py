@@ -1,1 +1,1 @@
-"""The demo: runs a fleet under load, and injects faults by a script."""
+"""The demo: runs a fleet under load, and injects the faults of a script."""

@@ -1,4 +1,4 @@
-"""`holdfast demo`: starts a fleet, loads it, injects faults by a script, and reports the user impact."""
+"""`holdfast demo`: starts a fleet, sends load, injects the faults of a script, reports user impact."""
 
 import argparse
 import asyncio
@@ -33,7 +33,11 @@ from events.json_types import Json, JsonView
 
 
 def render(status: JsonView, lines: list[str], elapsed: float, seconds: float, counts: str) -> RenderableType:
-    """Return one frame of the terminal view: progress, the table of workers and the last lines of the script."""
+    """Return one frame of the terminal view: progress, the table of workers, and the last few of `lines`.
+
+    `lines` were printed by the script. The progress is `elapsed` of `seconds` seconds. `counts` is a text with the numbers of
+    requests and tokens.
+    """
     workers = Table(expand=True, box=None, pad_edge=False)
     for name in ("worker", "health", "breaker", "weight", "in flight", "pid"):
         justify: JustifyMethod = "left" if name in ("worker", "health", "breaker") else "right"
@@ -62,9 +66,9 @@ def _number(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One action of the script on the fleet.
+    """One action of the demo's script on the fleet.
 
-    `fault` is the name of the fault's row in the final table. It is None for an act that only ends an earlier fault.
+    `fault` is the name of the fault's row in the final table, or None if the action only ends an earlier fault.
     """
 
     at: float  # when the act happens, as a share of the demo's duration
@@ -97,8 +101,11 @@ HOME = Path(".holdfast")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo. Return 0 if no stream or token was lost and every altered stream is named, else 1. Raise UsageError for
-    less than 10 seconds."""
+    """Run the demo, and return its exit code.
+
+    The code is 0 if no stream failed and the journal names every stream with lost, doubled or altered tokens, else 1. Raise
+    UsageError if the demo is to take less than 10 seconds.
+    """
     check_frontend_flags(args)
     if args.seconds < 10:
         raise UsageError("a demo of less than 10 seconds has no room for its faults: --seconds 10 or more")
@@ -132,17 +139,9 @@ def _remove(data: Path) -> None:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     """Return the flags with which the demo starts `holdfast up`."""
-    flags = [*["--chaos", "--canary-interval", "1", "--breaker-wait", "3", "--breaker-backoff", "1"]]
-    flags += [
-        "--workers",
-        str(WORKERS),
-        "--spares",
-        str(SPARES),
-        "--itl-ms",
-        str(ITL_MS),
-        "--engine",
-        args.engine,
-    ]
+    flags = ["--chaos", "--canary-interval", "1", "--breaker-wait", "3", "--breaker-backoff", "1"]
+    flags += ["--workers", str(WORKERS), "--spares", str(SPARES), "--itl-ms", str(ITL_MS)]
+    flags += ["--engine", args.engine]
     return [*flags, "--model", str(args.model)] if args.model else flags
 
 
@@ -166,7 +165,9 @@ class Demo:
         self.live: Live | None = None
 
     async def run(self) -> int:
-        """Run the demo and return the exit code. Raise NotAsExpected if the fleet does not start, or ends during the demo."""
+        """Run the demo and return the exit code.
+
+        Raise NotAsExpected if the fleet does not become ready, or ends during the demo."""
         self.console.print(f"Starting a fleet of {WORKERS} workers and {SPARES} spare …")
         began = time.monotonic()
         await self.fleet.ready()
@@ -209,7 +210,7 @@ class Demo:
                 group.create_task(users.ask(session, planned.prompt, planned.output_tokens, f"demo-{number}"))
 
     async def play(self, operator: Operator, workers: list[str], started: float) -> None:
-        """Run the acts of the script at their times."""
+        """Carry out the actions of the script at their times."""
         for act in SCRIPT:
             await asyncio.sleep(max(0.0, started + act.at * self.seconds - time.monotonic()))
             if self.fleet.ended:
@@ -237,8 +238,9 @@ class Demo:
             self.console.print(escape_controls(line), markup=False)
 
     async def watch(self, operator: Operator, users: Users, started: float) -> None:
-        """Refresh the view until cancelled. If the output is not a terminal, return at once, because only the script's lines
-        are printed then."""
+        """Refresh the terminal view until cancelled.
+
+        If the output is not a terminal, return at once, because then only the script's lines are printed."""
         if not self.console.is_terminal:
             return
         with Live(console=self.console, refresh_per_second=4, transient=True) as self.live:
@@ -253,9 +255,8 @@ class Demo:
                     self.live.update(render(self.status, self.lines, elapsed, self.seconds, counts))
                     await asyncio.sleep(0.25)
             finally:
-                self.live.update(
-                    ""
-                )  # cleared, because rich draws the last frame uncropped, and it would stay on a small terminal
+                # cleared, because rich draws the last frame uncropped, and it would stay on a small terminal
+                self.live.update("")
 
     async def _conclude(self, users: Users, answers: list[list[str]]) -> int:
         self.live = None
@@ -274,8 +275,8 @@ class Demo:
             self.console.print(shown, highlight=False, markup=False, soft_wrap=True)
         where = (self.fleet.data if self.kept else HOME) / "demo.html"
         self.console.print()
-        async for line in report.write_report(find(self.fleet.data)["nats_url"], where):
-            self.console.print(escape_controls(line), highlight=False, markup=False, soft_wrap=True)
+        line = await report.write_report(find(self.fleet.data)["nats_url"], where)
+        self.console.print(escape_controls(line), highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
 

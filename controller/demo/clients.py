@@ -45,7 +45,7 @@ class TokenDifference:
 def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
     """Return how a stream differs from the undisturbed answer.
 
-    If tokens were replaced, all differences count as altered. After a wrong token the model generates another answer, in which
+    If tokens were replaced, all differences count as altered. After a wrong token the model generates a different text, in which
     lost or doubled tokens cannot be identified.
     """
     if list(got) == list(expected):
@@ -64,8 +64,8 @@ def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
 class Users:
     """All clients of the demo, which send their requests to one endpoint.
 
-    A token that is only part of a character adds no text. With `every_token` such a token is still recorded, as a piece without
-    text. For this the clients request logprobs, which arrive with each token.
+    A token that is only part of a character adds no text, and by default it is not recorded. If `every_token` is true, it is
+    recorded as a piece without text. For this purpose, the clients request logprobs, which arrive with each token.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Users:
         return ReplayTarget(self._url)
 
     async def ask(self, session: ReplayTarget, prompt: int, tokens: int, name: str) -> Received:
-        """Send one request with this `prompt` of the pool, and read its stream to the end."""
+        """Send one request with the prompt at index `prompt` of the pool, and read its stream to the end."""
         got = Received(name, prompt, tokens, time.monotonic())
         body = {
             "model": self._model,
@@ -133,8 +133,9 @@ class Users:
             self.tokens += 1
 
     async def answers(self, session: ReplayTarget, tokens: int) -> list[list[str]]:
-        """Return the undisturbed answer to every prompt of the pool, as pieces of text. Raise RuntimeError if a request
-        failed."""
+        """Return the undisturbed answer to every prompt of the pool, as pieces of text.
+
+        Raise RuntimeError if a request failed."""
         requests = [self.ask(session, p, tokens, f"reference-{p}") for p in range(len(self._prompts))]
         got = await asyncio.gather(*requests)
         self.streams.clear()

@@ -27,8 +27,7 @@ VOCABULARY = range(260, 2040)  # token ids that are valid for any model with a v
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """One planned request: its time in seconds from the start, the index of its prompt in the pool, and its number of output
-    tokens."""
+    """One planned request. `at_s` is in seconds from the start, and `prompt` is the prompt's index in the pool."""
 
     at_s: float
     prompt: int
@@ -43,7 +42,7 @@ class DemoLoad:
     requests: tuple[DemoRequest, ...]
 
 
-def shipped() -> TraceProfile:
+def built_in() -> TraceProfile:
     """Return the built-in profile of chat traffic."""
     with as_file(files(__package__).joinpath("profile.json.gz")) as path:
         return load(path)
@@ -51,7 +50,7 @@ def shipped() -> TraceProfile:
 
 def from_profile(seconds: float, rate: float, seed: int = 0) -> DemoLoad:
     """Return a load of about `rate` requests per second for `seconds` seconds, from the built-in profile."""
-    profile = shipped()
+    profile = built_in()
     knobs = SynthesisKnobs(
         prefix_len_multiplier=INPUT_SCALE,
         prompt_len_multiplier=INPUT_SCALE,
@@ -76,8 +75,9 @@ def from_profile(seconds: float, rate: float, seed: int = 0) -> DemoLoad:
 
 
 def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> DemoLoad:
-    """Return a load from the requests in the first `seconds` times `speedup` seconds of a trace. Raise BadTrace with the
-    invalid line."""
+    """Return a load from the requests in the first `seconds` × `speedup` seconds of a trace.
+
+    Raise BadTrace if a line is invalid; the message names the line."""
     chance = random.Random(seed)
     rows = _first(path, seconds * speedup)
     longest_in = max(1, *(row.input_length for row in rows))
@@ -104,5 +104,9 @@ def _first(path: Path, seconds: float) -> list[TraceRow]:
 
 
 def _scaled(length: int, longest: int, limit: int) -> int:
-    """Scale a length to at most `limit` by a square root, so that short requests stay short and the longest one fits."""
+    """Scale a length so that `longest` becomes `limit`.
+
+    The result is proportional to the square root of the length, so that short requests shrink less than long ones. It is at
+    least OUTPUT_MIN.
+    """
     return max(OUTPUT_MIN, min(limit, round(limit * math.sqrt(length / longest))))

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.demo.clients import Received, TokenDifference, compare
+from controller.processes.operator_client import closing
 from controller.replay import sentences, timeline
-from controller.replay.event_lookup import JournalArchive
+from controller.replay.event_lookup import FleetHistory, JournalArchive
 from controller.replay.pages import NoPlotly
 from controller.replay.report import report_cli
 from controller.terminal_text import escape_controls
@@ -56,8 +57,9 @@ class ReportRow:
 class DemoReport:
     """The result of the demo.
 
-    `unnamed` are the altered streams that no RequestExposed event names. There must be none. `others_hit` is the number of
-    streams that moved without an injected fault, for example because the machine is too busy to answer in time.
+    `unnamed` lists each stream that received wrong tokens and is named by no RequestExposed event; it must be empty.
+    `others_hit` is the number of streams that moved away from a worker without an injected fault. A possible cause is a machine
+    that is too busy for the worker to answer in time.
     """
 
     requests: int
@@ -71,14 +73,15 @@ class DemoReport:
 
     @property
     def clean(self) -> bool:
-        """Whether no stream and no token was lost, no token was doubled, and every altered stream is named."""
+        """Whether no stream failed, and a RequestExposed event names every stream with lost, doubled or altered tokens."""
         return not (self.failed or self.total.lost or self.total.doubled or self.unnamed)
 
 
 def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
-    """Assign to every fault the streams that it affected, because they moved away from its worker or were exposed to it.
+    """Assign each affected stream to the injected fault that affected it.
 
-    Return the number of streams that moved without an injected fault.
+    A fault affected a stream if the stream moved away from the fault's worker, or received tokens that the worker may have
+    altered. Return the number of streams that moved away from a worker without an injected fault.
     """
     others: set[str] = set()
     for event in events:
@@ -100,9 +103,9 @@ def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
 
 
 def _at(injected: Sequence[Injected], worker: str, at: datetime) -> list[Injected]:
-    """Return the last fault of this worker that began before `at`, as a list of one.
+    """Return a list with the fault that can have affected this worker's requests at time `at`, or an empty list.
 
-    The list is empty if there is no such fault, or if the fault ended more than 10 s before `at`.
+    This is the last fault that began before `at`, unless it ended more than 10 s before `at`.
     """
     begun = [one for one in injected if one.worker == worker and one.began <= at]
     return [one for one in begun[-1:] if one.ended is None or at <= one.ended + AFTERMATH]
@@ -114,7 +117,7 @@ def assess(
     injected: Sequence[Injected],
     others_hit: int = 0,
 ) -> DemoReport:
-    """Compare every stream with the undisturbed answer, and sum up the differences by fault."""
+    """Compare every stream with the undisturbed answer to its prompt, and sum up the differences for each fault."""
     differences = {s.request: _difference(s, answers) for s in streams}
     failed = [s for s in streams if s.error]
     broken = {s.request for s in failed}
@@ -203,8 +206,7 @@ _COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # these kinds are o
 
 async def incident_lines(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
     """Yield a headline and the events of every incident that was opened in `events`."""
-    journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
-    try:
+    async with closing(NatsJournal.connect(nats_url, "demo", None, make=False)) as journal:
         archive = JournalArchive(journal)
         for event in events:
             if isinstance(event.fact, IncidentOpened):
@@ -212,31 +214,28 @@ async def incident_lines(nats_url: str, events: Sequence[Recorded]) -> AsyncIter
                 yield story.headline()
                 for line in steps(story.events):
                     yield f"    {line}"
-    finally:
-        await journal.close()
 
 
-async def write_report(nats_url: str, where: Path) -> AsyncIterator[str]:
-    """Write a report of the whole journal as an HTML page, or as Markdown if plotly is missing. Yield a line with the file's
-    location."""
-    journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
+async def write_report(nats_url: str, where: Path) -> str:
+    """Write a report of the whole journal as an HTML page, or as Markdown if plotly is missing.
+
+    Return a line that names the file."""
     wanted = argparse.Namespace(incident=None, since="1", until=None, redact=False, output=str(where))
     printed: list[str] = []
-    try:
-        now, archive = datetime.now(UTC), JournalArchive(journal)
+    async with closing(NatsJournal.connect(nats_url, "demo", None, make=False)) as journal:
+        now, history = datetime.now(UTC), FleetHistory(journal, None)
         try:
-            await report_cli.execute(wanted, journal, None, archive, now, printed.append)
+            await report_cli.execute(wanted, history, now, printed.append)
         except NoPlotly:
             wanted.output = str(where.with_suffix(".md"))
-            await report_cli.execute(wanted, journal, None, archive, now, printed.append)
-    finally:
-        await journal.close()
-    yield f"Post-mortem with charts: {printed[0]}"
+            await report_cli.execute(wanted, history, now, printed.append)
+    return f"Post-mortem with charts: {printed[0]}"
 
 
 def steps(events: Sequence[Recorded]) -> list[str]:
-    """Return the events of an incident as lines. If there are more than STEPS_MAX, a line before the last one counts the
-    omitted lines."""
+    """Return the events of an incident as lines of text.
+
+    If there are more than STEPS_MAX lines, the line before the last states how many lines are omitted there."""
     shown = [e for e in events if not isinstance(e.fact, _COUNTED)]
     first_canary = next((e for e in shown if isinstance(e.fact, CanaryResult)), None)
     shown = [e for e in shown if e is first_canary or not isinstance(e.fact, CanaryResult)]

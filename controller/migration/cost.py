@@ -9,8 +9,8 @@ send in lockstep, so the slowest lane determines the time.
 
 Both times grow linearly with the number of tokens, so usually one method is faster at every length. A 70B model at TP 8 has
 40 KiB of KV cache per token and shard. At a prefill rate of 5,000 tokens/s, a transfer is faster over any link of more than
-204.8 MB/s (N13). Re-prefill is faster only for sequences of less than about setup x prefill rate tokens. The formula omits
-the quadratic part of attention, which would make re-prefill slower.
+204.8 MB/s. Even over such a link, re-prefill is faster for short sequences: for fewer than about setup x prefill rate
+tokens. The formula omits the quadratic part of attention, which would make re-prefill slower.
 """
 
 from dataclasses import dataclass, field
@@ -35,9 +35,8 @@ class MovingPolicy:
     setup_s: float = 0.005  # seconds of a transfer before its first byte
     prefill_tokens_per_s: float = 5000.0  # prefill rate of a target that registers none (a 70B model at TP 8)
     max_migration_time_ms: float = 500.0  # if a transfer is predicted to take longer, re-prefill instead
-    transfers_at_once: int = (
-        4  # concurrent transfers from one source; further streams wait, and continue decoding there
-    )
+    # concurrent transfers from one source; further streams wait, and continue decoding there
+    transfers_at_once: int = 4
     on_drain: Literal["move", "finish"] = "move"  # what happens to the streams of a drained worker
     __pydantic_config__ = STRICT
 
@@ -62,10 +61,9 @@ class KvShape:
     def __post_init__(self) -> None:
         above_zero(layers=self.layers, kv_heads=self.kv_heads, head_size=self.head_size)
         above_zero(bytes_per_element=self.bytes_per_element, tp=self.tp)
-        if self.kv_heads % self.tp and self.tp % self.kv_heads:
-            raise ValueError(
-                f"tp {self.tp} and {self.kv_heads} KV heads: one must be a multiple of the other"
-            )
+        tp, heads = self.tp, self.kv_heads
+        if heads % tp and tp % heads:
+            raise ValueError(f"tp {tp} and {heads} KV heads: one must be a multiple of the other")
 
     @property
     def shard_bytes_per_token(self) -> int:
@@ -123,10 +121,11 @@ def estimate(
     cached_tokens: int = 0,
     at_once: int = 1,
 ) -> MigrationCost:
-    """Return the predicted times of moving a request with `tokens` computed tokens to `target`.
+    """Return the predicted times of moving a request to `target`.
 
     Args:
         kv: None if the source is dead or convicted, because its cache is then never sent.
+        tokens: length of the request's KV cache in tokens.
         cached_tokens: tokens at the start of the sequence that are in the target's prefix cache.
         at_once: number of transfers, including this one, that share the source's links.
     """
@@ -138,9 +137,10 @@ def estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """The time of one token, one block and one transfer to one target.
+    """The parts of the predicted times of moving requests to one target.
 
-    These are computed once per target, because `place` uses them up to a thousand times.
+    These are seconds per token, per block and per transfer. They are computed once per target, because `place` uses them up
+    to a thousand times.
     """
 
     block_tokens: int
@@ -153,17 +153,19 @@ class Prices:
 
     @classmethod
     def of(cls, policy: MovingPolicy, kv: KvShape | None, target: MigrationTarget) -> "Prices":
-        """Return the prices of `target`. Raise ValueError if its number of lanes is neither 0 nor one per shard."""
+        """Return the parts of the predicted times for `target`.
+
+        Raise ValueError if the target's number of lanes is neither 0 nor one per shard.
+        """
         block_tokens = target.profile.block_tokens
         fixed_s, block_s, block_bytes = inf, 0.0, 0
         if kv is not None:
             shard_bytes = kv.shard_bytes_per_block(block_tokens)
             block_bytes = shard_bytes * kv.tp
+            lanes = len(target.lanes)
+            if lanes not in (0, kv.tp):
+                raise ValueError(f"{target.name} has {lanes} lanes: it must be {kv.tp}, one per shard")
             if target.lanes:
-                if len(target.lanes) != kv.tp:
-                    raise ValueError(
-                        f"{target.name} has {len(target.lanes)} lanes: it must be {kv.tp}, one per shard"
-                    )
                 ways = [(policy.links.spec(lane.link), lane.sharers) for lane in set(target.lanes)]
                 fixed_s = policy.setup_s + max(spec.latency_s for spec, _ in ways)
                 block_s = max(spec.wire_s(shard_bytes * sharers) for spec, sharers in ways)
@@ -208,7 +210,10 @@ class Prices:
         return "transfer" if faster else "reprefill"
 
     def cost(self, tokens: int, cached_tokens: int, at_once: int, queued_tokens: int) -> MigrationCost:
-        """Return the predicted times of both methods, the recommended method, the bytes to send, and the crossover."""
+        """Return both methods' predicted times, the recommended method, the bytes to send, and the crossover length.
+
+        The crossover length is the number of tokens at which the faster method changes; None if that never happens.
+        """
         missing = self.missing(tokens, cached_tokens)
         crossover = self._crossover(at_once, queued_tokens)
         return MigrationCost(
@@ -220,10 +225,10 @@ class Prices:
         )
 
     def _crossover(self, at_once: int, queued_tokens: int) -> int | None:
-        """Return the number of missing tokens from which the faster method changes; None if one method is always faster.
+        """Return the number of missing tokens at which the faster method changes; None if one method is always faster.
 
-        The comparison starts at one token. The time of a transfer grows with each block, and the time of a re-prefill with
-        each token. In each block, a transfer compares worst at the first token and best at the last one.
+        The comparison starts at one token. The time of a re-prefill grows with each token, and the time of a transfer only
+        with each block. So within a block, each further token slows only the re-prefill.
         """
         head_start = at_once * self.fixed_s - queued_tokens * self.token_s  # of re-prefill
         step = at_once * self.block_s

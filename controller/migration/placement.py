@@ -1,15 +1,15 @@
 """Assigns each request of a failed or draining group to the group that continues it.
 
     order         by priority (the lowest number first), then by age
-    transfer      to the one group with free blocks for all requests that is predicted to finish first; if no group has that
-                  many free blocks, each request goes to the group with the fastest transfer
+    transfer      to the group that is predicted to finish first among those with free blocks for all requests; if there
+                  is no such group, each request goes to the group with the fastest transfer
     re-prefill    to the group that would finish the prefill first, after all requests that this plan has assigned to it;
                   this distributes the requests evenly
     failed        no group has enough free blocks
 
-A group is a worker with its tensor-parallel ranks. Each request gets the faster of the two methods. Before the next request
-is placed, the blocks of this one and of its next token are reserved, so no group gets more requests than its free blocks
-can hold.
+A group is a worker with its tensor-parallel ranks. Each request gets the faster of the two methods. The plan reserves the
+blocks of each request and of its next token before it places the next request. So no group gets more requests than its free
+blocks can hold.
 
 `place` only plans, and sends nothing. The caller re-prefills a request if its transfer fails. It may later retry a request
 that could not be placed.
@@ -17,7 +17,6 @@ that could not be placed.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from math import inf
 from typing import Literal
 
@@ -29,13 +28,13 @@ from controller.migration.links import at_least_zero
 class Leaving:
     """A request that another group has to continue.
 
-    `cached` maps each group to the number of the request's first tokens in that group's cache. `barred` names the groups to
-    which the request must not go.
+    `cached` maps each group to the number of tokens at the start of the request that are in that group's cache. `barred` names
+    the groups to which the request must not go.
     """
 
     request_id: str
     priority: int  # the lower, the sooner
-    arrived: datetime
+    arrived: float  # by any clock; only the order matters
     tokens: int  # computed so far
     cached: Mapping[str, int] = field(default_factory=dict)
     barred: Collection[str] = ()
@@ -67,7 +66,7 @@ class _GroupRoom:
     blocks_taken: int = 0
 
     def blocks(self, request: Leaving) -> int:
-        """Return the blocks that a request occupies with its next token. Cached prefix blocks are included."""
+        """Return the number of blocks for a request and its next token. Cached prefix blocks are included."""
         return request.tokens // self.prices.block_tokens + 1
 
     def missing(self, request: Leaving) -> int:
@@ -77,7 +76,7 @@ class _GroupRoom:
         return self.prices.missing(request.tokens, request.cached.get(self.target.name, 0))
 
     def takes(self, request: Leaving) -> bool:
-        """Return whether this group has enough free blocks for a request and is not barred for it."""
+        """Return whether this group has enough free blocks for a request, and the request is not barred from this group."""
         return self.blocks(request) <= self.free_blocks and self.target.name not in request.barred
 
 
@@ -113,9 +112,11 @@ def place(
 
 
 def _takes_all(order: Sequence[Leaving], shippers: Sequence[_GroupRoom]) -> _GroupRoom | None:
-    """Return the group that can receive all requests worth sending, and would finish first; None if no group can.
+    """Return the group to which a transfer of all worthwhile requests is fastest; None if no group qualifies.
 
-    A request is worth sending if a transfer to any group is faster than a re-prefill there.
+    A transfer of a request to a group is worthwhile if it is faster than a re-prefill there. A request is worthwhile if at
+    least one group exists to which its transfer is worthwhile. A group qualifies if it has blocks and batch slots for all
+    worthwhile requests, and the transfer of each worthwhile request to this group is worthwhile.
     """
     sent = [request for request in order if any(_worth_sending(room, request) for room in shippers)]
     found, soonest = None, inf
@@ -168,10 +169,11 @@ def _soonest_computed(request: Leaving, rooms: Iterable[_GroupRoom]) -> tuple[_G
 def _cheapest_to_send(
     request: Leaving, rooms: Iterable[_GroupRoom], at_once: int
 ) -> tuple[_GroupRoom | None, float]:
-    """Return the group with the fastest transfer and its seconds; None and infinity if no group qualifies.
+    """Return the group with the fastest transfer, and its seconds; None and infinity if no group qualifies.
 
-    Groups with a free batch slot are preferred. Their last report may be outdated, so the target itself checks for a slot
-    again. Among equal groups, the one with the fewest blocks reserved by this plan is returned.
+    A group qualifies if it can take the request, and if the transfer keeps to its time limit. Groups with a free batch slot
+    are preferred. A group's last report may be outdated, so the target itself checks for a slot again. Among equal groups, the
+    one with the fewest blocks reserved by this plan is returned.
     """
     found, cheapest = None, (True, inf, 0)
     for room in rooms:

@@ -3,15 +3,15 @@
     asked ── reserved ──▶ shipping ── committed ──▶ committed ── the source's last token has arrived ──▶ switched
       │                      │                          │
       ├──────────────────────┴── refused, lost, late ───┴──▶ stayed     the source continues as if nothing had happened
-      └───────────────────────── the source failed ────────▶ replayed   another worker computes it again
+      └───────────────────────── the source failed ────────▶ replayed   another worker computes the answer again
 
-Only the frontend decides which attempt, source or target, the stream's tokens are accepted from. No other process needs
-to know this attempt.
+The frontend decides whether the stream's tokens are accepted from the source or from the target. No other process needs to
+know this decision.
 
-When the target commits, it reports the tokens that the source generated during the move. The frontend compares these with
-the tokens that the source sent to it. The stream switches to the target only if both are the same. If they differ, or if the
-source has continued after the commit, the stream stays at the source. A source that is lost cannot send its last tokens. In
-this case alone the caller accepts them from the target's report.
+When the target commits, it reports the tokens that the source generated during the move. The frontend compares these with the
+tokens that it received from the source. The stream switches to the target only if the two sequences of tokens are equal. If
+the two sequences differ, or if the source has continued after the commit, the stream stays at the source. If the source is
+lost, it cannot send its last tokens. Only in this case, the caller accepts the last tokens from the target's report.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class TargetCommitted:
 
 @dataclass(frozen=True, slots=True)
 class SourceProgressed:
-    """The source may have generated more tokens."""
+    """The frontend may have accepted more tokens from the source since the previous event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The frontend ends the move, because it takes too long or has no purpose any more. The stream stays at the source."""
+    """The frontend ends the move, and the stream stays at the source.
+
+    The reason is that the move takes too long, or has no purpose any more.
+    """
 
     why: str
 
@@ -103,7 +106,7 @@ class Transfer:
 
 
 def step(transfer: Transfer, event: Event, accepted: Sequence[int]) -> tuple[Transfer, Acts]:
-    """Return the next state of a move after one event, and the actions to take. A move that has ended does not change.
+    """Return the next state of a move after an event, and the actions to take. An ended move does not change.
 
     `accepted` holds the tokens that the frontend accepted from the source since it requested the reservation.
     """
@@ -130,9 +133,10 @@ def step(transfer: Transfer, event: Event, accepted: Sequence[int]) -> tuple[Tra
 
 
 def _compare(transfer: Transfer, accepted: Sequence[int]) -> tuple[Transfer, Acts]:
-    """Compare the tokens that the source sent with those that the target reported.
+    """Compare the tokens that the source sent with those that the target reported when it committed.
 
-    The stream switches if they are equal, stays if they differ, and waits while the source has sent fewer.
+    If both sequences of tokens are equal, the stream switches. If they differ, it stays at the source. As long as the source
+    has sent only the first part of the reported tokens, the move waits.
     """
     tokens = transfer.tokens
     if tuple(accepted) == tokens:

@@ -1,1 +1,1 @@
-"""The planner: computes how many workers each model needs, now and soon, and rehearses past days."""
+"""The planner: computes how many workers each model needs, now and soon, and simulates past days."""

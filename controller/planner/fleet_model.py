@@ -1,9 +1,10 @@
 """A simulated fleet of one model in virtual time, for experiments that would take days in real time.
 
-    a request ─▶ the worker that can start it first ─▶ prompts are read one after another ─▶ a slot in the batch ─▶ tokens
+    a request ─▶ the worker that can start it first ─▶ prefill of the prompt ("reading") ─▶ a slot in the batch ─▶ tokens
 
-A decoding step takes longer if more sequences run, or if the worker prefills a prompt ("reads" it) at the same time.
-Requests queue at workers without limit. A response that is later than the objectives allow counts as missed.
+A worker prefills one prompt after another, and requests queue at workers without limit. A decoding step takes longer if
+more sequences run, or if the worker prefills a prompt at the same time. A request counts as missed if its first token, or
+its further tokens, are later than the objectives allow.
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class FleetModel:
         return index
 
     def _grow(self) -> None:
-        """Double the capacity of the arrays of workers."""
+        """Double the number of workers for which the arrays have room."""
         there = len(self._running)
         self._free_at = np.append(self._free_at, np.full(there, GONE))
         self._running = np.append(self._running, np.zeros(there, dtype=np.int64))
@@ -89,7 +90,7 @@ class FleetModel:
         self._idle = list(range(2 * there - 1, there - 1, -1))
 
     def scale(self, workers: int, now: float) -> None:
-        """Start or drain workers at time `now`, so that `workers` of them serve or are starting."""
+        """Start or drain workers at time `now`, so that `workers` workers serve or are starting."""
         self._pass(now)
         if workers != self.workers:
             self.figures.changes += 1
@@ -114,7 +115,7 @@ class FleetModel:
         self._idle.append(index)
 
     def _pass(self, now: float) -> None:
-        """Apply all starts of workers, ends of answers and removals of drained workers that are due by `now`."""
+        """Apply what is due by `now`: starts of workers, ends of answers, and removals of drained workers."""
         while self._ready and self._ready[0][0] <= now:
             at, index = heappop(self._ready)
             self._free_at[index] = at
@@ -130,7 +131,10 @@ class FleetModel:
                 self._gone(index, at)
 
     def come(self, now: float, prompt: int, answer: int) -> None:
-        """Assign a request that arrives at `now` to the worker that can start it first. Sizes are in tokens."""
+        """Assign a request that arrives at `now` to the worker that can start it first.
+
+        `prompt` and `answer` are numbers of tokens.
+        """
         self._pass(now)
         begins = np.maximum(self._free_at, now)
         full = self._running >= self._profile.max_batch
@@ -166,9 +170,11 @@ class FleetModel:
             heappush(self._late, first if late_first else end)
 
     def _while_it_lasts(self, now: float, share: float, answer_s: float, reading_s: float) -> float:
-        """Return the share of its time that a worker spends on prefill during an answer of `answer_s` seconds.
+        """Return the expected share of time that a worker spends on prefill while it generates an answer.
 
-        Early in the answer, this is `share`, the worker's present value. Later it approaches the average of the fleet.
+        The answer takes `answer_s` seconds. The result is a weighted mean of the worker's present share (`share`) and the
+        fleet's average share. The longer the answer, the greater the weight of the fleet's average. `reading_s` is the prefill
+        time of the request's own prompt. This time does not affect the result, but it raises the fleet's average for later calls.
         """
         self._all_reading *= exp((self._last_at - now) / ALL_REMEMBERS_S)
         usual = min(BUSY_MAX, self._all_reading / max(1, self.serving))
@@ -183,7 +189,7 @@ class FleetModel:
         return self.workers - len(self._ready)
 
     def late_until(self, now: float) -> int:
-        """Return the number of answers that became late by `now` and were not returned by an earlier call."""
+        """Return the number of answers that have become late since the last call, up to the time `now`."""
         count = 0
         while self._late and self._late[0] <= now:
             heappop(self._late)

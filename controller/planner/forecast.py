@@ -5,9 +5,10 @@
     trend            continues the trend with damping (Holt's damped trend, statsmodels)
     seasonal         the load at the same time on the last days, shifted to the present level (Holt-Winters, statsmodels)
 
-The history is a list of loads, one per bin of a minute. In a back-test, each method forecasts from several past bins, as far
-ahead as is needed now, and the forecasts are compared with the recorded loads. The method's margin is the share that must be
-added to its forecasts to cover nine tenths of its underestimates.
+The history is a list of loads, one per minute (a bin). A back-test repeats a method's forecast at several past bins, as far
+ahead as is needed now, and compares the forecasts with the recorded loads. A method's margin is the fraction by which its
+forecasts are raised, at most 1. With the margin, nine tenths of the back-test's forecasts would have reached the recorded
+peak.
 """
 
 import warnings
@@ -50,18 +51,21 @@ class LoadForecast:
 
 
 def constant(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Forecast the load of the last bin for each of the next `ahead` bins."""
+    """Forecast, for each of the next `ahead` bins, the load of the last bin."""
     return [history[-1]] * ahead
 
 
 def moving_average(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Forecast the mean load of the last WINDOW bins for each of the next `ahead` bins."""
+    """Forecast, for each of the next `ahead` bins, the mean load of the last WINDOW bins."""
     last = history[-WINDOW:]
     return [sum(last) / len(last)] * ahead
 
 
 def trend(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Forecast by a damped trend. Return None if the history is shorter than TREND_LEAST bins or the fit fails."""
+    """Forecast the next `ahead` bins by a damped trend.
+
+    Return None if the history is shorter than TREND_LEAST bins or the fit fails.
+    """
     last = list(history[-TREND_MOST:])
     return _fitted(last, ahead, trend="add", damped_trend=True) if len(last) >= TREND_LEAST else None
 
@@ -69,7 +73,8 @@ def trend(history: Sequence[float], ahead: int) -> list[float] | None:
 def seasonal(period: int) -> Method:
     """Return a method that forecasts by the time of day, where a day has `period` bins.
 
-    The bins are averaged to 15 minutes before the fit. The method returns None for a history of less than two days.
+    The bins are averaged over 15 minutes before the fit. The method returns None if the fit fails, or if the history is
+    shorter than two days and 15 minutes.
     """
     coarse = max(1, period // A_DAY)
 
@@ -102,7 +107,7 @@ def _fitted(history: list[float], ahead: int, **model: object) -> list[float] | 
 
 @cache
 def _smoothing() -> Any:
-    """Return the smoothing class of statsmodels, or None if it is not installed. The import takes about a second."""
+    """Return the smoothing class of statsmodels; None if statsmodels is not installed. The import takes about a second."""
     try:
         from statsmodels.tsa.holtwinters import ExponentialSmoothing
     except ImportError:
@@ -117,7 +122,7 @@ def check_installed() -> None:
 
 
 def methods(period: int | None) -> dict[str, Method]:
-    """Return all methods by name. Without a `period`, in bins per day, the seasonal method is omitted."""
+    """Return all methods by name. The seasonal method is omitted if `period` (the bins of a day) is None."""
     found: dict[str, Method] = {"constant": constant, "moving_average": moving_average, "trend": trend}
     if period is not None:
         found["seasonal"] = seasonal(period)
@@ -125,9 +130,10 @@ def methods(period: int | None) -> dict[str, Method]:
 
 
 def forecast(history: Sequence[float], ahead: int, among: dict[str, Method]) -> LoadForecast:
-    """Return the forecast for the next `ahead` bins by the best of the methods in `among`.
+    """Return the forecast for the next `ahead` bins by the method with the least error in a back-test.
 
-    `history` needs at least one bin, with the latest one last. If no method can be back-tested, the moving average is used.
+    `history` holds the load of at least one bin, the latest last, and `among` the methods by name. If no method can be
+    back-tested, the moving average is used.
     """
     default = moving_average(history, ahead) or [history[-1]] * ahead
     best = LoadForecast("moving_average", tuple(default), None, USUAL_MARGIN)  # until a back-test succeeds
@@ -145,9 +151,11 @@ def forecast(history: Sequence[float], ahead: int, among: dict[str, Method]) -> 
 def back_test(
     history: Sequence[float], ahead: int, method: Method, moments: int
 ) -> tuple[float, float] | None:
-    """Return a method's relative error in a back-test and the margin that it would have needed.
+    """Return a method's relative error in a back-test, and the margin to add to the method's forecasts.
 
-    The error is the sum of absolute errors over the sum of loads. Return None if the history is too short or without load.
+    The back-test repeats the forecast at up to `moments` past times. The error is the sum of absolute errors over the sum of
+    loads. The margin is the fraction by which forecasts are raised, at most 1. With it, nine tenths of the forecasts would
+    have reached the recorded peak. Return None if the history is too short or without load.
     """
     last = len(history) - ahead
     first = max(2, last - moments * max(1, ahead // 2) + 1)

@@ -1,8 +1,8 @@
 """Collects one model's traffic, capacity and scaling changes from the events of the journal.
 
-Each frontend reports its traffic every minute. The traffic of a minute counts as known only if every frontend that reported
-one of the three preceding minutes has reported this minute too. Otherwise the sum would lack the traffic of a frontend that
-failed. A frontend that stops marks its last report, and is not awaited any more.
+Each frontend reports its traffic every minute. A minute's traffic is known only if all expected frontends have reported that
+minute, because the sum must not lack the traffic of a failed frontend. A frontend is expected if it has reported one of the
+three preceding minutes. A frontend that stops marks its last report, and is no longer expected.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -108,7 +108,10 @@ class ModelHistory:
         return isinstance(applied, ScaleApplied) and applied.proposal == proposal.id and applied.ok
 
     def minutes(self, now: datetime) -> list[Seen]:
-        """Return the traffic of each past minute, the latest last. An unknown minute is None."""
+        """Return the traffic, late answers and workers of each past minute, the latest last.
+
+        A minute with unknown traffic is None.
+        """
         if not self._minutes:
             return []
         last = _number(now - timedelta(seconds=LATE_S)) - 1
@@ -130,7 +133,7 @@ class ModelHistory:
         return Minute(reports.traffic, reports.late, self._served(number))
 
     def _expected(self, number: int) -> set[str]:
-        """Return the frontends from which a report of this minute is required."""
+        """Return the frontends that must report the minute `number` before its traffic is known."""
         expected: set[str] = set()
         for before in range(number - EXPECTED_FOR, number):
             if (reports := self._minutes.get(before)) is not None:
@@ -138,7 +141,7 @@ class ModelHistory:
         return expected
 
     def _served(self, number: int) -> float:
-        """Return the time-weighted mean number of serving workers in a minute; 0 if no capacity is known."""
+        """Return the time-weighted mean number of serving workers in a minute; 0 without a capacity report."""
         begin, end = number * BIN_S, (number + 1) * BIN_S
         place = bisect_right(self._capacities, (begin, 1 << 30)) - 1
         within = self._capacities[max(0, place) : bisect_left(self._capacities, (end, -1))]
@@ -147,13 +150,11 @@ class ModelHistory:
         spans = [(max(begin, at), healthy) for at, healthy in within]
         ends = [*(at for at, _ in spans[1:]), end]
         covered = end - spans[0][0]
-        lasting = zip(spans, ends, strict=True)
-        return (
-            sum(healthy * (until - at) for (at, healthy), until in lasting) / covered if covered > 0 else 0.0
-        )
+        worked = sum(healthy * (until - at) for (at, healthy), until in zip(spans, ends, strict=True))
+        return worked / covered if covered > 0 else 0.0
 
     def changes(self, now: datetime, within: timedelta = timedelta(hours=1)) -> Sequence[Change]:
-        """Return the changes that were proposed `within` this time before `now`, the latest last."""
+        """Return the changes that were proposed in the period `within` before `now`, the latest last."""
         return tuple(
             Change(event.at, event.fact.before, event.fact.after)
             for event in self._proposals

@@ -47,7 +47,7 @@ class ModelCapacity:
 
 
 def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float) -> ModelCapacity:
-    """Return the capacity of one model's workers within its SLO.
+    """Return the counts of one model's workers, and the load that they can serve within the model's SLO.
 
     A worker counts as lost if it has received no requests for more than `lost_after_s` seconds.
     """
@@ -76,11 +76,11 @@ def view_of(
     lost_after_s: float,
     now: datetime,
 ) -> ModelView | None:
-    """Return the planner's input for one model.
+    """Return the planner's input for one model; None if no worker of the model is known.
 
-    None means that no worker of the model is known. No number of workers can be computed then, because their speed is
-    unknown. `share` is the fraction of the SLO's throughput that the planner keeps as the minimum capacity, so that no
-    degradation level is entered or kept.
+    The number of workers to propose depends on a worker's speed, which is unknown without a worker. `share` is the fraction
+    of the SLO's throughput for which the planner always keeps capacity. With less capacity, the model would enter a degradation
+    level, or stay in it. A worker counts as lost if it has received no requests for more than `lost_after_s` seconds.
     """
     if not workers:
         return None
@@ -107,7 +107,7 @@ def view_of(
 
 
 def _floor(profile: Profile, slo: Slo, share: float) -> int:
-    """Return the number of workers that carries `share` of the SLO's throughput.
+    """Return the smallest number of workers that can carry `share` of the SLO's throughput.
 
     The result is 0 if the model has no throughput SLO, or if a worker has no capacity within the SLO.
     """
@@ -117,10 +117,10 @@ def _floor(profile: Profile, slo: Slo, share: float) -> int:
 
 
 def _provisioned(capacity: ModelCapacity, history: ModelHistory, policy: PlannerPolicy, now: datetime) -> int:
-    """Return the number of provisioned workers.
+    """Return the number of provisioned workers, as counted in `capacity`.
 
-    For `start_s` seconds after a proposal was applied, this is the proposed number, because workers may still be starting or
-    draining.
+    For `policy.start_s` seconds after a proposal was applied, return the proposed number instead, because workers may still be
+    starting or draining.
     """
     applied, proposed = history.last_applied, history.last_proposal
     if applied is None or proposed is None or now - applied.at > timedelta(seconds=policy.start_s):
@@ -134,7 +134,7 @@ LEFT = "left: graceful"  # `reason` of a worker that will not return by itself
 
 
 class WorkersSeen:
-    """Records how long each worker has received no requests, because the rows do not contain this time."""
+    """Records for how long each worker has received no requests, because the state store does not contain this time."""
 
     def __init__(self) -> None:
         """Create an empty record."""

@@ -2,13 +2,14 @@
 
     stale data, or recent traffic unknown   ──▶ hold, because unknown traffic does not mean low traffic
     an operator has set the number          ──▶ that number, until the operator releases it
-    more needed soon than exist             ──▶ up, at most `step_max`, to the number that may be needed until the next change
-    fewer suffice, and would have sufficed  ──▶ down, at most `step_max`: enough for the forecast and for the recent peak, with
-      for `down_after_s`                        the traffic of leaving workers shared by the rest
+    more workers are needed soon            ──▶ up, to the number that may be needed until the next change
+    fewer workers suffice, and would have   ──▶ down, to the number that suffices for the forecast and for the recent peak
+      sufficed for `down_after_s`
     lost workers                            ──▶ replaced, because they carry no load
 
-"Up" and "down" mean more and fewer workers, and `step_max` is the largest change at once. Decisions depend only on data from
-the journal, so two planners that have read the same events decide the same.
+"Up" and "down" mean more and fewer workers, and "hold" means the present number. One change adds or removes at most `step_max`
+workers, or the share `step_share` of the workers if that is more. Decisions depend only on data from the journal. So two
+planners that have read the same events decide the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +21,8 @@ from math import ceil
 from typing import TypeAlias
 
 from controller.deciders.validation import STRICT, at_least, demand
+from controller.planner import sizing
 from controller.planner.forecast import LoadForecast, forecast, methods
-from controller.planner.sizing import (
-    BIN_S,
-    Objectives,
-    Seen,
-    Sizing,
-    Traffic,
-    known,
-    size,
-    sustained_pressure,
-    total,
-    work,
-)
 from events.observations import Profile
 
 SHAPE_BINS = 10  # recent bins that give the shape of the next requests
@@ -92,8 +82,8 @@ class ModelView:
     lost: int = 0  # of these: dead, convicted, or out of service for longer than a ramp
     gpus: int = 1  # per worker
     profile: Profile
-    objectives: Objectives
-    minutes: Sequence[Seen]  # traffic, the latest last
+    objectives: sizing.Objectives
+    minutes: Sequence[sizing.Seen]  # traffic, the latest last
     set_by_operator: int | None = None  # the number set by an operator, until it is released
     floor: int = 0  # minimum number
     changes: Sequence[Change] = ()  # of the last hour, the latest last
@@ -115,16 +105,20 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """The number of workers that one model needs, before limits and waiting times apply."""
+    """The numbers of workers that one model needs, before limits and waiting times are applied.
 
-    soon: int  # for the forecast until new ones could serve, without a margin
-    now: Sizing  # for the possible load until the next change
+    `soon` suffices for the load that is expected while a new worker starts. `now` suffices for the load that is possible until
+    the next change. `lately` suffices for the same load as `now`, and also for the recent peak.
+    """
+
+    soon: int  # for the forecast until new ones could serve, with the share `trigger` of its margin
+    now: sizing.Sizing  # for the possible load until the next change
     lately: int  # also for the recent peak
     expected: LoadForecast
 
 
 Expecting: TypeAlias = Callable[[tuple[float, ...], int], LoadForecast]
-"""Forecasts a number of bins from the known ones, the latest last."""
+"""A forecast function. Its arguments are the known loads, the latest last, and the number of bins to forecast."""
 
 
 @lru_cache(maxsize=1024)  # entries; it is called every few seconds, and the history changes every minute
@@ -133,7 +127,7 @@ def expected(history: tuple[float, ...], ahead: int) -> LoadForecast:
 
     `history` holds the load of each known bin, the latest last. `ahead` is the number of bins to forecast.
     """
-    return forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
+    return forecast(history, ahead, methods(round(PERIOD_S / sizing.BIN_S)))
 
 
 def plan(
@@ -145,7 +139,8 @@ def plan(
 ) -> list[Proposal]:
     """Return a proposal for each model. `expecting` forecasts the load.
 
-    If the state store is more than `stale_s` seconds behind the journal, every proposal is to change nothing.
+    `projection_age_s` is by how many seconds the state store lags behind the journal. If this is more than `policy.stale_s`,
+    every proposal keeps the present number of workers.
     """
     if projection_age_s > policy.stale_s:
         why = f"the state store is {projection_age_s:.0f} s behind"
@@ -171,7 +166,7 @@ def _of(policy: PlannerPolicy, view: ModelView, now: datetime, expecting: Expect
     if soon > view.provisioned:
         why = "floor" if short else "lost" if target - view.lost <= view.provisioned else "up"
         return _stepped(policy, view, min(target, policy.workers_max), why, needed, now)
-    seen = len(known(view.minutes)) >= DOWN_LEAST
+    seen = len(sizing.known(view.minutes)) >= DOWN_LEAST
     if seen and lately < view.provisioned and view.provisioned - lately > policy.slack * lately:
         return _stepped(policy, view, lately, "down", needed, now)
     return _proposal(view, view.provisioned, "hold", needed)
@@ -182,41 +177,47 @@ def _bounded(policy: PlannerPolicy, floor: int, workers: int) -> int:
 
 
 def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
-    """Return why the traffic is too little known to plan for a model; None if it is known well enough."""
-    last = view.minutes[-max(1, round(policy.unknown_s / BIN_S)) :]
-    if not known(last):
+    """Return why a model's traffic is not known well enough for a plan; None if it is."""
+    last = view.minutes[-max(1, round(policy.unknown_s / sizing.BIN_S)) :]
+    if not sizing.known(last):
         return f"no frontend reported traffic in the last {policy.unknown_s:.0f} s"
-    if len(known(view.minutes)) < KNOWN_LEAST:
+    if len(sizing.known(view.minutes)) < KNOWN_LEAST:
         return "too little is known of its traffic yet"
     return None
 
 
 def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expected) -> _Needs:
-    """Return the workers that a model needs: soon, until the next change, and also for its recent peak."""
-    minutes = known(view.minutes)
-    history = [work(minute.traffic, view.profile) for minute in minutes]
-    pressure = sustained_pressure(minutes, view.profile, view.objectives)
-    ahead, starts = ceil((policy.start_s + policy.ahead_s) / BIN_S), ceil(policy.start_s / BIN_S)
-    predicted = expecting(tuple(history), ahead)
-    shape = total(minutes[-SHAPE_BINS:])
-    one = work(shape, view.profile)
+    """Return how many workers a model needs for its forecast load, and for its recent peak.
 
-    def sized(seconds_of_work: float) -> Sizing:
-        as_now = shape.times(seconds_of_work / one) if one > 0 else Traffic()
-        found = size(as_now, BIN_S, view.profile, view.objectives)
-        return Sizing(ceil(found.workers / pressure), found.bound)
+    `expecting` forecasts the load.
+    """
+    minutes = sizing.known(view.minutes)
+    history = [sizing.work(minute.traffic, view.profile) for minute in minutes]
+    pressure = sizing.sustained_pressure(minutes, view.profile, view.objectives)
+    ahead, starts = (
+        ceil((policy.start_s + policy.ahead_s) / sizing.BIN_S),
+        ceil(policy.start_s / sizing.BIN_S),
+    )
+    predicted = expecting(tuple(history), ahead)
+    shape = sizing.total(minutes[-SHAPE_BINS:])
+    one = sizing.work(shape, view.profile)
+
+    def sized(seconds_of_work: float) -> sizing.Sizing:
+        as_now = shape.times(seconds_of_work / one) if one > 0 else sizing.Traffic()
+        found = sizing.size(as_now, sizing.BIN_S, view.profile, view.objectives)
+        return sizing.Sizing(ceil(found.workers / pressure), found.bound)
 
     now = sized(predicted.peak)
     soon = sized(max(predicted.values[: starts + 1]) * (1 + predicted.margin * policy.trigger))
-    last = minutes[-max(1, round(policy.down_after_s / BIN_S)) :]
-    peak = max((sized(work(minute.traffic, view.profile)).workers for minute in last), default=0)
+    last = minutes[-max(1, round(policy.down_after_s / sizing.BIN_S)) :]
+    peak = max((sized(sizing.work(minute.traffic, view.profile)).workers for minute in last), default=0)
     return _Needs(soon.workers, now, max(now.workers, peak), predicted)
 
 
 def _stepped(
     policy: PlannerPolicy, view: ModelView, target: int, why: str, needed: _Needs | None, now: datetime
 ) -> Proposal:
-    """Return a proposal with the next step towards `target`.
+    """Return a proposal with the next step towards `target` workers. `why` is the reason for this target.
 
     If a waiting time or a limit does not allow a change yet, the proposal keeps the present number.
     """
@@ -231,7 +232,8 @@ def _stepped(
 def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool, short: bool) -> str | None:
     """Return why no change is allowed yet; None if a change is allowed.
 
-    `short`: the model has fewer workers than its minimum. The limit of changes per hour then does not apply.
+    `up` tells whether the change adds workers. `short` tells whether the model has fewer workers than its minimum. If `short`
+    is true, the limit of changes per hour does not apply.
     """
     changes = [change for change in view.changes if now - change.at < HOUR]
     allowed = policy.changes_per_hour - (0 if up else policy.changes_for_up)
@@ -245,7 +247,7 @@ def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool
 
 
 def _reversals(changes: Sequence[Change]) -> int:
-    """Return how many reductions were followed by an increase within MISTAKEN.
+    """Return how many reductions were followed by an increase within 3 minutes (MISTAKEN).
 
     Each of these doubles the wait before the next reduction.
     """
@@ -261,8 +263,8 @@ def _proposal(
     before = view.provisioned
     if needed is None:
         return Proposal(view.model, before, after, why, 0, held=held)
-    sizing = needed.now
-    return Proposal(view.model, before, after, why, sizing.workers, needed.expected, sizing.bound, held)
+    now = needed.now
+    return Proposal(view.model, before, after, why, now.workers, needed.expected, now.bound, held)
 
 
 def _within_budget(
@@ -270,7 +272,7 @@ def _within_budget(
 ) -> list[Proposal]:
     """Limit the proposals to `gpus_max` GPUs for all models together.
 
-    Each additional worker is granted to the model with the largest ratio of proposed to granted workers.
+    Each additional worker goes to the model with the largest ratio of proposed workers to workers granted so far.
     """
     if policy.gpus_max is None:
         return list(proposals)

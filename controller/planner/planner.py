@@ -9,7 +9,7 @@ The process around it reads the journal and the state store, passes events and r
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 
 from controller.deciders.capacity import Slo
@@ -36,14 +36,18 @@ RATIO_CHANGE = 0.02  # change of a model's capacity ratio that is reported at on
 
 
 class ProjectionAge:
-    """Measures how old the state store's data is, by comparing its position with the journal's end over time.
+    """Measures by how many seconds the state store lags behind the journal.
 
-    Times are seconds of a monotonic clock. At the start, it is unknown how old the events are that the store does not contain
-    yet. Therefore `before_s` is added to the age until the store has reached a recorded end of the journal.
+    The lag begins when the caller first reports an end of the journal that the store has not reached. Times are seconds of a
+    monotonic clock. At the start, the store may already lag by an unknown time. So `before_s` seconds are added to the lag until
+    the store has reached an end of the journal that the caller reported.
     """
 
     def __init__(self, before_s: float) -> None:
-        """Create a measurement without data. `before_s` is the assumed age in seconds at the start."""
+        """Create a measurement without data.
+
+        `before_s` is the lag, in seconds, that is assumed at the start.
+        """
         self._before_s = before_s
         self._reached = False  # the store has reached an observed end of the journal
         # time, and the journal's last sequence
@@ -55,7 +59,10 @@ class ProjectionAge:
             self._ends.append((now, last))
 
     def of(self, shown: int, now: float) -> float:
-        """Return the observed age of the oldest journal event after sequence `shown`; 0 if there is none."""
+        """Return by how many seconds the store lags behind the journal; 0 if it does not lag.
+
+        `shown` is the sequence of the last event that the store's rows show.
+        """
         while self._ends and self._ends[0][1] <= shown:
             self._ends.popleft()
             self._reached = True
@@ -80,7 +87,7 @@ class PlannerDuties:
 
 @dataclass(frozen=True, slots=True)
 class PlannerOutlook:
-    """The data that a planner read at one time, and the proposals computed from this data."""
+    """The data that a planner has read at one time, and the proposals computed from this data."""
 
     at: datetime
     position: int  # sequence up to which the state store was read
@@ -136,7 +143,7 @@ class Planner:
     def look(
         self, rows: Sequence[WorkerRow], position: int, now: datetime, monotonic: float
     ) -> PlannerOutlook:
-        """Return the planner's data from the workers' rows, which show the state at sequence `position`.
+        """Return the data for the next proposals, from the workers' rows at sequence `position`.
 
         `monotonic` is the current time in seconds of a monotonic clock.
         """
@@ -171,7 +178,9 @@ class Planner:
         late_s, by_model = self._duties.lost_after_s, seen.workers.items()
         return {model: capacity_of(workers, self._slo(model), late_s) for model, workers in by_model}
 
-    def tells(self, model: str, found: ModelCapacity, seen: PlannerOutlook) -> CapacityReported | None:
+    def capacity_fact(
+        self, model: str, found: ModelCapacity, seen: PlannerOutlook
+    ) -> CapacityReported | None:
         """Return the capacity report to publish for a model; None if no report is due.
 
         A report is due every CAPACITY_EVERY, and at once if the capacity has changed.
@@ -180,10 +189,7 @@ class Planner:
         last = history.last_capacity if history is not None else None
         if last is not None and seen.at - last.at < CAPACITY_EVERY and not _differs(last, found):
             return None
-        return CapacityReported(
-            planner=self._name, model=model, provisioned=found.provisioned, healthy=found.healthy, lost=found.lost,
-            gpus=found.gpus, achievable_rps=found.achievable_rps, ratio=found.ratio, position=seen.position,
-        )  # fmt: skip
+        return CapacityReported(planner=self._name, model=model, position=seen.position, **asdict(found))
 
     def due(self, seen: PlannerOutlook) -> list[tuple[Proposal, ScaleProposed]]:
         """Return the proposals that must be published, each with its fact."""
@@ -192,7 +198,8 @@ class Planner:
     def _is_due(self, proposal: Proposal, now: datetime) -> bool:
         """Return whether a proposal must be published.
 
-        It must change the number of workers. A proposal equal to the last one is repeated only after a waiting time.
+        A proposal is published only if it changes the number of workers. A proposal equal to the last one is repeated only
+        after a waiting time.
         """
         if not self._duties.proposes or proposal.after == proposal.before:
             return False

@@ -1,7 +1,8 @@
 """Simulates a recorded day with the planner, and reports the changes, the cost and the late requests.
 
-Two other fleets are simulated for comparison. One has a fixed size. The other has perfect knowledge: it knows the traffic of
-each five minutes in advance, and is the smallest fleet with no more late requests than the planner's policy allows.
+Two other fleets are simulated for comparison. The first has a fixed size. The second has perfect knowledge: every five minutes
+it is resized for the traffic to come. Its size includes a margin, the smallest with which the share of late requests is within
+the policy's limit.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from math import ceil
 
 from controller.planner.fleet_model import DayFigures, FleetModel
 from controller.planner.plan import Change, ModelView, PlannerPolicy, plan
-from controller.planner.sizing import BIN_S, Minute, Objectives, Traffic, needed, size
+from controller.planner.sizing import BIN_S, Minute, Objectives, Traffic, needed
 from controller.trace.rows import TraceRow
 from events.observations import Profile
 
@@ -27,7 +28,7 @@ Scale = Callable[[float, Sequence[Minute]], int | None]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a day, with its sizes in tokens."""
+    """One request of a day, with the lengths of its prompt and answer in tokens."""
 
     at: float  # seconds
     prompt: int
@@ -44,7 +45,7 @@ class RehearsedFleet:
 
 
 def scaled(rows: Iterable[TraceRow], factor: float) -> list[Arrival]:
-    """Return the requests of a trace, multiplied in number by `factor`.
+    """Return the requests of a trace, with their number multiplied by `factor`.
 
     The copies of one request are spread over SPREAD_S seconds.
     """
@@ -59,7 +60,7 @@ def scaled(rows: Iterable[TraceRow], factor: float) -> list[Arrival]:
 
 def most_needed(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> int:
     """Return the number of workers that the traffic of the busiest minute needs."""
-    return max((needed(minute, fleet.profile, fleet.objectives) for minute in by_minute(arrivals)), default=0)
+    return _most(fleet, by_minute(arrivals), 1.0)
 
 
 def scale_for(fleet: RehearsedFleet, rows: Sequence[TraceRow], workers: int) -> float:
@@ -78,9 +79,9 @@ def scale_for(fleet: RehearsedFleet, rows: Sequence[TraceRow], workers: int) -> 
 
 
 def _most(fleet: RehearsedFleet, minutes: Sequence[Traffic], factor: float) -> int:
-    return max(
-        size(minute.times(factor), BIN_S, fleet.profile, fleet.objectives).workers for minute in minutes
-    )
+    """Return the number of workers that the busiest minute needs if its traffic is multiplied by `factor`."""
+    each = (needed(minute.times(factor), fleet.profile, fleet.objectives) for minute in minutes)
+    return max(each, default=0)
 
 
 def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
@@ -94,10 +95,10 @@ def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
 
 
 def simulate_day(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale: Scale) -> DayFigures:
-    """Simulate a day with a fleet of `first` workers at its beginning, and return the results.
+    """Simulate a day that begins with a fleet of `first` workers, and return the results.
 
-    At the start of each minute, `scale` gets the time in seconds and the traffic of the minutes so far. It returns the wanted
-    number of workers, or None for no change.
+    At the start of each minute, `scale` gets the time in seconds and the traffic of the minutes so far. `scale` returns the
+    wanted number of workers, or None for no change.
     """
     minutes = by_minute(arrivals)
     model = FleetModel(fleet.profile, fleet.objectives, first, fleet.policy.start_s)
@@ -149,10 +150,11 @@ def with_fixed(fleet: RehearsedFleet, arrivals: Sequence[Arrival], workers: int)
 
 
 def with_perfect_knowledge(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> DayFigures:
-    """Return the results of a day with the smallest sufficient fleet in each five minutes.
+    """Return the results of a day with the smallest sufficient fleet, given the traffic in advance.
 
-    The traffic is known in advance. The fleet is sufficient if it misses no more than the policy allows. If even the largest
-    margin does not suffice, the results with that margin are returned.
+    Every five minutes, the number of workers is computed from the traffic to come, and raised or lowered by a margin. A margin
+    suffices if the share of late requests is at most the policy's limit. The results are those of the smallest margin in MARGINS
+    that suffices, or of the largest margin if none does.
     """
     minutes = by_minute(arrivals)
     each = [needed(minute, fleet.profile, fleet.objectives) for minute in minutes]

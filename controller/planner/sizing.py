@@ -1,14 +1,15 @@
 """Computes the number of workers with which given traffic meets the latency objectives.
 
     reading   N workers read (prefill) prompts, each worker one prompt after another. A prompt waits longer than t seconds with
-              the probability C(N, r) exp(-2 N (1 - r) t / ((1 + c2) s)). Here s is the mean prefill time in seconds,
-              r = requests/s * s / N is the share of time spent on prefill, C is Erlang's C formula, and c2 is the squared
-              coefficient of variation of the prompt lengths (the tail is by Allen and Cunneen)
-    decoding  a step takes longer while the worker prefills: tpot / (1 - r'), where r' is the 99th percentile of r over ten
-              seconds. The number of running sequences follows from the length of answers (Little's law). The sequences must
-              fit into batches and KV caches at the 99th percentile (mean + 2.33 times the square root)
+              the probability C(N, r) exp(-2 N (1 - r) t / ((1 + c2) s)), an approximation by Allen and Cunneen. The mean prefill
+              time is s, in seconds. The share of time spent on prefill is r = (requests per second) * s / N. C is Erlang's C
+              formula, and c2 is the squared coefficient of variation of the prompt lengths
+    decoding  the number n of running sequences per worker follows from the length of answers (Little's law). A token takes
+              tpot / (1 - r), because prefill delays steps. This time is raised by 1.7 of its standard deviations. The time
+              varies for two reasons: n fluctuates, and the mean of r over ten seconds fluctuates. The sequences must fit into
+              batches and KV caches at the 99th percentile of n, which is n + 2.33 sqrt(n / N)
 
-The result is the smallest N for which both meet the objectives.
+The result is the smallest N for which reading and decoding meet the objectives.
 """
 
 from collections.abc import Iterable, Sequence
@@ -73,7 +74,7 @@ def total(minutes: Iterable[Minute]) -> Traffic:
 def work(traffic: Traffic, profile: Profile) -> float:
     """Return the seconds for which the traffic occupies one worker.
 
-    These are the seconds of prefill, plus for each output token its share of a step with a full batch.
+    These are the seconds of prefill, plus, for each output token, the duration of a full batch's step divided by the batch size.
     """
     rate, batch = profile.prefill_tokens_per_s, max(1, profile.max_batch)
     reading = traffic.prompt_tokens / rate if rate > 0 else 0.0
@@ -98,7 +99,7 @@ class Objectives:
     missed: float = 0.01  # share of answers that may be late
 
     def ttft_of_s(self, reading_s: float) -> float:
-        """Return the limit of the time to first token, in seconds, of a prompt with this prefill time in seconds."""
+        """Return the limit, in seconds, of the time to first token for a prompt with `reading_s` seconds of prefill."""
         return max(self.ttft_ms / 1000, 2 * reading_s)
 
 
@@ -111,9 +112,10 @@ class Sizing:
 
 
 def size(traffic: Traffic, seconds: float, profile: Profile, objectives: Objectives) -> Sizing:
-    """Return how many workers the traffic of `seconds` seconds needs, at most WORKERS_MAX.
+    """Return the number of workers that the traffic of `seconds` seconds needs, and the bound that requires them.
 
-    The TPOT objective is ignored if even a worker with a single request could not meet it.
+    A bound is an objective, or a limit of a worker: its batch size or its KV cache. The number is at most WORKERS_MAX. The TPOT
+    objective is ignored if even a worker with a single request could not meet it.
     """
     if traffic.requests <= 0 or seconds <= 0:
         return Sizing(0, "")
@@ -135,7 +137,7 @@ def size(traffic: Traffic, seconds: float, profile: Profile, objectives: Objecti
 
 
 def _too_few(workers: int, traffic: Traffic, seconds: float, profile: Profile, objectives: Objectives) -> str:
-    """Return the first bound that this number of workers violates; empty if it meets all bounds."""
+    """Return the name of the first objective or limit that this number of workers violates; empty if there is none."""
     rate, requests_per_s = profile.prefill_tokens_per_s, traffic.requests / seconds
     mean = traffic.prompt_tokens / traffic.requests
     reading_s = mean / rate if rate > 0 else inf
@@ -159,9 +161,10 @@ def _decoding(
     profile: Profile,
     objectives: Objectives,
 ) -> str:
-    """Return the first decoding bound that this number of workers violates; empty if it meets all of these bounds.
+    """Return the name of the first decoding bound that this number of workers violates; empty if there is none.
 
-    `reading` holds the mean share of its time that a worker prefills, and the standard deviation of this share.
+    A decoding bound is the objective for the time per token, or the limit of the batch size or of the KV cache.
+    `reading` holds the mean and the standard deviation of the share of time that a worker spends on prefill.
     """
     prompt, answer = traffic.prompt_tokens / traffic.requests, traffic.output_tokens / traffic.requests
     fits = max(1.0, profile.kv_blocks * max(1, profile.block_tokens) / max(1.0, prompt + answer))
@@ -207,14 +210,14 @@ MINUTES_LEAST = 4  # minutes at a pressure beyond 1 before it is trusted
 
 @lru_cache(maxsize=4096)
 def needed(traffic: Traffic, profile: Profile, objectives: Objectives) -> int:
-    """Return how many workers one minute's traffic needs according to this model."""
+    """Return how many workers one minute's traffic needs, as computed by `size`."""
     return size(traffic, BIN_S, profile, objectives).workers
 
 
 def sustained_pressure(minutes: Sequence[Minute], profile: Profile, objectives: Objectives) -> float:
-    """Return the highest pressure at which no more answers than allowed were late, between LEAST and MOST.
+    """Return the highest pressure, between 0.5 (LEAST) and 1.5 (MOST), at which no more answers than allowed were late.
 
-    Pressure is the number of workers that the model computes for a minute, divided by the number that served in that minute.
+    The pressure of a minute is the number of workers that `needed` computes, divided by the number that served in that minute.
     """
     seen = [
         (needed(minute.traffic, profile, objectives) / minute.workers, minute.late, minute.traffic.requests)
@@ -234,14 +237,18 @@ def sustained_pressure(minutes: Sequence[Minute], profile: Profile, objectives: 
 
 
 def _borne_beyond(seen: Sequence[tuple[float, float, float]], objectives: Objectives) -> float:
-    """Return the highest pressure above 1 that workers have sustained for some minutes; 1 if there is none."""
+    """Return the highest pressure above 1 that the workers have sustained; 1 if there is none.
+
+    `seen` holds the pressure, the late answers and the requests of each minute. A pressure counts as sustained under two
+    conditions. At least MINUTES_LEAST minutes had about this pressure. In these minutes, and in those with a higher pressure,
+    only a small share of the answers was late.
+    """
     upper = MOST
     while upper > 1.0:
         above = [(late, requests) for pressure, late, requests in seen if pressure > upper - BEYOND]
         near = sum(upper - BEYOND < pressure <= upper for pressure, _, _ in seen)
-        few = sum(late for late, _ in above) <= objectives.missed * A_FEW * sum(
-            requests for _, requests in above
-        )
+        allowed = objectives.missed * A_FEW * sum(requests for _, requests in above)
+        few = sum(late for late, _ in above) <= allowed
         if near >= MINUTES_LEAST and few:
             return upper
         upper -= STEP

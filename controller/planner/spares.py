@@ -1,16 +1,14 @@
-"""Computes how many spares a fleet needs, and which shortage remains with a given number of spares.
+"""Computes how many spares a fleet needs.
 
-Failures of many independent units are a Poisson process, and a failed unit is away until it is repaired. The number of
-units that are away at one time is Poisson distributed, with the mean (failures per unit of time) * (mean time to repair).
+Failures of many independent nodes are a Poisson process, and a failed node is away until it is repaired. The number of
+nodes that are away at one time is Poisson distributed, with the mean (failures per day) * (mean days to repair).
 This holds for any distribution of the repair times (M/G/∞). The 99 % quantile of this number is the number of spares that
 suffices for 99 % of the time. The needed share of spares falls with the size of the fleet: for 99.9 % of the time, 128 nodes
 need 7.8 % spares, and 1,250 nodes need 3.8 %.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from math import ceil, exp, inf, lgamma, log
+from math import ceil, exp, lgamma, log
 
 from controller.deciders.validation import STRICT, at_least, demand
 
@@ -39,8 +37,8 @@ class SparePolicy:
 def spares_needed(n_nodes: int, rate: float, mttr: float, target: float) -> int:
     """Return the smallest number of spares that suffices for a share `target` of the time.
 
-    `rate` is the number of failures of one node per unit of time, and `mttr` the mean time to repair in the same unit. Raise
-    ValueError for an invalid share or a negative number.
+    `rate` is the number of failures of one node per unit of time, and `mttr` is the mean time to repair in the same unit.
+    Raise ValueError if the share is invalid or a number is negative.
     """
     if not 0 <= target < 1 or min(n_nodes, rate, mttr) < 0:
         raise ValueError(
@@ -67,51 +65,3 @@ def spares_for(policy: SparePolicy, workers: int) -> int:
     needed = spares_needed(workers, policy.per_day, policy.mttr_days, policy.target)
     least, most = ceil(policy.share_min * workers - 1e-9), int(policy.share_max * workers + 1e-9)
     return max(least, min(needed, most))
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """The period in which one unit, active or spare, is away. Any unit of time can be used."""
-
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """The shortage of a fleet over a period, where a slot is the task of one active unit."""
-
-    unit_time: float  # of active slots without a unit
-    worst: int  # largest number of units at one moment
-    lacking: float  # share of the time with any unit missing
-    replaced: int  # number of times that a spare replaced a unit
-
-
-def missing(outages: Sequence[Outage], spares: int, activation: float, until: float) -> Missing:
-    """Return the shortage of a fleet with `spares` spares in the period from 0 to `until`.
-
-    A spare replaces a failed unit after the time `activation`. A spare that is itself away replaces no unit. A slot is empty
-    during an activation, and while more units are away than there are spares. A repaired unit fills an empty slot, or becomes
-    a spare.
-    """
-    ends: list[float] = []
-    away = worst = replaced = 0
-    lost = lacking = last = 0.0
-    moments = sorted((one.begin, one.end) for one in outages if one.begin < until)
-    for begin, end in [*moments, (until, inf)]:
-        while ends and ends[0] <= begin:
-            at = heappop(ends)
-            short = max(0, away - spares)
-            lost, lacking, last = lost + short * (at - last), lacking + (at - last) * (short > 0), at
-            away -= 1
-        short = max(0, away - spares)
-        lost, lacking, last = lost + short * (begin - last), lacking + (begin - last) * (short > 0), begin
-        if begin >= until:
-            break
-        away += 1
-        if away <= spares:
-            replaced += 1
-            lost += min(activation, end - begin)
-        worst = max(worst, away - spares)
-        heappush(ends, min(end, until))
-    return Missing(lost, max(0, worst), lacking / until if until > 0 else 0.0, replaced)

@@ -1,1 +1,1 @@
-"""The processes of a fleet. Each module composes one role, and `controller.cli` runs it."""
+"""The processes of a fleet. One module composes each role's process, and `controller.cli` runs it."""

@@ -1,11 +1,10 @@
-"""Child processes that never outlive their parent, and that their parent restarts when they die.
+"""Child processes that never outlive their parent, and that can be restarted when they die.
 
 A child requests SIGKILL from the kernel at its parent's death (PDEATHSIG, Linux), so a killed supervisor leaves no orphans.
 Each child runs in its own session. So Ctrl-C in a terminal reaches only the supervisor, which stops the children in order.
 """
 
 import asyncio
-import ctypes
 import os
 import shutil
 import signal
@@ -17,40 +16,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from controller.adapters.embedded.server import die_with
+from events.errors import HoldfastError
+
 RESTART_WAIT_MIN_S = 0.2
 RESTART_WAIT_MAX_S = 10.0
 POLL_S = 0.01  # interval of polling children that are stopping
 SETTLED_AFTER_S = 3.0  # a process that ran longer did not fail to start, so its end resets the back-off
-_PR_SET_PDEATHSIG = 1
 
 
 def shell_status(status: int) -> int:
-    """Return an exit status as a shell reports it. A process that signal n ended has 128 + n, for example 137 for SIGKILL."""
+    """Return an exit status as a shell reports it.
+
+    `status` is an exit status of `subprocess`, where -n means that signal n ended the process. A shell reports it as 128 + n, for
+    example 137 for SIGKILL (9).
+    """
     return status if status >= 0 else 128 - status
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """Return a preexec function for a child of the process `parent`, which makes the child die with its parent.
-
-    The child also exits if `parent` died before the call.
-    """
-    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-    def preexec() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return preexec
-
-
 def reap_orphan(seen: int) -> int:
-    """Reap the dead child with the pid `seen` if no other code has waited for it. Return the pid of another dead child, or 0.
+    """Reap the dead child `seen`, the result of the previous call. Return the pid of another dead child, or 0.
 
-    The first process of a container inherits all orphans, including the keepers of killed workers. Other code in this process
-    may wait for a dead child and has then reaped it before the next call. So this function reaps only a child that it finds in
-    two calls.
+    The first process of a container becomes the parent of all orphans, such as the keeper (second process) of a killed worker.
+    Only this function reaps orphans. A call returns the pid of a dead child that it finds, and the next call reaps this child
+    if it still exists. If this process started the child, the code that started it can reap it between the two calls.
     """
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -119,8 +108,9 @@ class Child:
         self._wait_s = min(self._wait_s * 2, RESTART_WAIT_MAX_S)
 
     def due(self) -> bool:
-        """Return whether the process must be started again now: it is not running, may be restarted, and its back-off is
-        over."""
+        """Return whether the process must be started now.
+
+        This is the case if it is not running, may be restarted, and its back-off is over."""
         return self.restart and self.process is None and time.monotonic() >= self._due
 
     def signal(self, number: int) -> None:
@@ -129,8 +119,11 @@ class Child:
             self.process.send_signal(number)
 
     def last_words(self) -> str:
-        """Return the last non-empty line of the child's log, without the frame of a traceback, for an error message. Empty
-        without a log."""
+        """Return the last non-empty line of the child's log, for an error message.
+
+        An exception group's traceback has frame characters at the start of its lines, which are removed. The result is empty if
+        there is no log.
+        """
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
@@ -140,8 +133,10 @@ class Child:
 
 
 async def stop_all(children: Sequence[Child], within_s: float, ended: Callable[[Child, int], None]) -> None:
-    """Stop processes by SIGTERM, and kill those that do not end within `within_s` seconds. Call `ended` with each exit
-    status."""
+    """Stop processes by SIGTERM, and kill those that do not end within `within_s` seconds.
+
+    Call `ended` with each child that has ended, and its exit status.
+    """
 
     def poll() -> None:
         for child in children:
@@ -162,11 +157,37 @@ async def stop_all(children: Sequence[Child], within_s: float, ended: Callable[[
     poll()
 
 
+async def run_module(*words: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run `python -m` with the arguments `words` as a child process, and return the output on its stdout.
+
+    The child is killed if this process ends first. Raise HoldfastError with the last line of the child's stderr if the child's
+    exit status is not 0.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **(environment or {})},
+        preexec_fn=die_with(os.getpid()),
+    )
+    try:
+        output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:  # this call was cancelled
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
+        raise HoldfastError(lines[-1].removeprefix("holdfast: "))
+    return output.decode(errors="replace").strip()
+
+
 LOG_BYTES_MAX = 32 * 1024 * 1024
 
 
 def trim(log: Path, most: int = LOG_BYTES_MAX) -> None:
-    """Truncate a process's log that is larger than `most` bytes, and copy its content to NAME.1 before.
+    """If a process's log is larger than `most` bytes, copy it to NAME.1 and truncate it.
 
     The logging process continues to append. Lines that it writes between the copy and the truncation are lost.
     """

@@ -1,4 +1,4 @@
-"""Terminal output of a fleet's supervisor, which a closed terminal or an unread pipe cannot stop."""
+"""Prints the output of `holdfast up`. A closed terminal or an unread pipe does not stop the fleet."""
 
 import select
 import sys
@@ -8,7 +8,7 @@ from controller.terminal_text import escape_controls
 from events.process.logs import ignore_exit_flush_errors
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line to stdout. If stdout cannot be written, drop the line."""
     _write(sys.stdout, text)
 

@@ -1,16 +1,15 @@
-"""The controller process, which decides while it holds the lease, and is a hot standby otherwise.
+"""A controller process: makes decisions while it holds the lease, and is a hot standby otherwise.
 
     lease ─▶ reconciler (decides)     journal ─▶ view ─┬─▶ canary loop ─▶ request plane
                                                        ├─▶ liveness ◀─ heartbeats
                                                        ├─▶ actuator ─▶ workers
                                                        └─▶ metrics, operator's control
 
-The words are parts of the process and its connections, and the arrows show where data goes. Modules that are slow to import and
-not needed for decisions (FastStream, tokenizers) are imported after the loops have started.
+The diagram shows the parts of the process and its connections, and an arrow points to the part that gets the data. Modules that
+are slow to import and not needed for decisions (FastStream, tokenizers) are imported after the loops have started.
 """
 
 import asyncio
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -44,7 +43,7 @@ from controller.runtime.initial_fold import StoredHistory
 from controller.runtime.intake import Intruders
 from controller.runtime.lease import Lease
 from controller.runtime.liveness import HangCheck, Liveness
-from controller.runtime.operations import ControlOperations, FleetSources
+from controller.runtime.operations import ControlOperations
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
 from controller.runtime.snapshot_publisher import SnapshotKeeper
@@ -59,6 +58,7 @@ from events.json_types import JsonView
 from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
 from events.process import descriptors, presence
+from events.process.stopping import stop_signal
 from events.versions import Known
 
 READY_S = 3600.0  # longest time that a starting controller waits for the broker
@@ -83,17 +83,15 @@ async def run_controller(
     name: str,
     key: FleetKey | None = None,
 ) -> int:
-    """Run a controller until SIGTERM, deciding or on standby, and return the exit code 0. Raise HoldfastError if an operator
-    must act."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    """Run a controller, as the leader or on standby, until SIGTERM. Return the exit code 0.
+
+    Raise HoldfastError for an error that an operator must resolve.
+    """
+    stop = stop_signal()
     spool = data / "spool" / f"controller-{name}"
     async with asyncio.TaskGroup() as group:
-        new = not remembered(
-            data / "spool"
-        )  # if a process has seen a stream before, the stream must exist and is not created
+        # if a process has seen a stream before, the stream must exist and is not created
+        new = not remembered(data / "spool")
         connecting = group.create_task(
             NatsJournal.connect(
                 nats_url,
@@ -130,7 +128,7 @@ def _store(url: str | None) -> Any:
 
 
 async def load_vocabulary(tokenizer: str) -> Vocabulary:
-    """Return the vocabulary of a worker's tokenizer, loaded in a thread. Raise TokenizerMissing."""
+    """Return the vocabulary of a worker's tokenizer, loaded in a thread. Raise TokenizerMissing if it cannot be found."""
 
     def load() -> Vocabulary:
         from controller.frontend.openai.text.tokenizer import ids_of, load_tokenizer
@@ -167,7 +165,7 @@ class ControllerProcess:
             self.view, self.beats, bus, journal.consumer_names, clock, settings.versions, lambda: self.leading
         )
         self.reconciler = Reconciler(
-            journal, self.lease, settings.policy, clock, store=store, force=self.versions.wish
+            journal, self.lease, settings.policy, clock, store=store, force=self.versions.next_in_force
         )
         self.versions.wake = self.reconciler.wake
         covert = settings.canary.unmarked_every > 0
@@ -202,7 +200,7 @@ class ControllerProcess:
 
     @property
     def leading(self) -> bool:
-        """Whether this controller acts for the fleet, because it holds the lease and has read the journal to its end."""
+        """Whether this controller leads the fleet: it holds the lease and has read the journal to its end."""
         return self.lease.held and self.view.is_ready
 
     def _tools(self, clock: SystemClock) -> ProberDependencies:
@@ -228,6 +226,7 @@ class ControllerProcess:
         self.metrics.registry.register(
             FleetCollector(lambda: self.view.fleet, self.beats, lambda: {**self._own(), **room.known})
         )
+        intake = self.intruders.intake
         await self.beats.start(self._bus)
         self._runner = await serve(
             self.metrics.render,
@@ -253,7 +252,7 @@ class ControllerProcess:
                     ("snapshots", self._snapshots().run()),
                     ("room", room.run()),
                     ("control", self._control(nats_url)),
-                    ("intake", self.intruders.run(nats_url, name)),
+                    ("intake", intake.run(nats_url, name)),
                     ("links", self._keep_connected()),
                     ("ready", self._announce(self._runner, name)),
                 )
@@ -304,19 +303,17 @@ class ControllerProcess:
         await self.view.ready(READY_S)
         api_module = await asyncio.to_thread(import_module, "controller.adapters.control_api")
         operations = ControlOperations(
-            FleetSources(
-                fleet=lambda: self.view.fleet,
-                leader=lambda: "" if self.lease.vacant else self.lease.leader,
-                present=lambda: presence.present(self._data),
-                projected=self._projected,
-                stored=lambda: describe(self._journal.usage, self._data),
-            ),
-            self._journal,
-            self._bus,
-            self.beats,
-            chaos=self._settings.chaos,
+            fleet=lambda: self.view.fleet,
+            leader=lambda: "" if self.lease.vacant else self.lease.leader,
+            present=lambda: presence.present(self._data),
+            projected=self._projected,
+            stored=lambda: describe(self._journal.usage, self._data),
+            journal=self._journal,
+            bus=self._bus,
+            beats=self.beats,
+            injects_faults=self._settings.chaos,
             processes=self.intruders.processes,
-            versions=self.versions,
+            fleet_versions=self.versions,
         )
         try:
             await api_module.ControlApi(nats_url, operations, self.commands).run()
@@ -330,21 +327,21 @@ class ControllerProcess:
         self.canary.kick()
 
     def _absorb(self, view: FleetView, batch: Sequence[Recorded]) -> None:
-        self.commands.heard(batch)
+        self.commands.record_outcomes(batch)
         if view.is_ready:
             self.metrics.count(batch)
         if not batch or any(isinstance(r.fact, MOVES) for r in batch):
-            self.metrics.know(view.fleet)
+            self.metrics.set_workers(view.fleet)
             self._connect()
 
     async def _keep_connected(self) -> None:
-        """Call `_connect` every 0.5 s, in case a change of the fleet or of the lease was missed."""
+        """Call `_connect` every 0.5 s, because a change of the fleet or of the lease may have been missed."""
         while True:
             self._connect()
             await asyncio.sleep(CONNECT_S)
 
     def _connect(self) -> None:
-        """Connect to every live worker while leading, and disconnect otherwise.
+        """Connect to every live worker while leading, and disconnect from all workers while not leading.
 
         The connections are kept for 3 s after the controller stopped leading, because it may regain the lease at once.
         """
@@ -354,7 +351,7 @@ class ControllerProcess:
         elif now - self._led_at < LINGER_S:
             return
         workers = self.view.fleet.workers if self.leading else {}
-        self.plane.want({n: Address.of(w.joined) for n, w in workers.items() if w.alive})
+        self.plane.set_workers({n: Address.of(w.joined) for n, w in workers.items() if w.alive})
 
     # --- reports --------------------------------------------------------------------------------------------
 
@@ -386,8 +383,11 @@ class ControllerProcess:
         }
 
     async def _projected(self) -> int | None:
-        """Return the projector's position: the one that a projector on this host reports, or else the one in the store. None
-        without a store."""
+        """Return the journal position that a projector has reached.
+
+        If a projector runs on this host, it reports the position itself. Otherwise the position is read from the state store.
+        Return None without a store.
+        """
         urls = [p.url for p in presence.present(self._data) if p.role == "projector" and p.url]
         timeout = aiohttp.ClientTimeout(total=PROJECTOR_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:

@@ -20,11 +20,12 @@ async def serve(
     host: str,
     port: int,
     more: Iterable[web.RouteDef] = (),
+    probes: Iterable[str] = ("/health", "/live", "/ready"),
 ) -> web.AppRunner:
-    """Open the admin port, with the common routes and `more`, and return its server. Raise HoldfastError if the port is not
-    available.
+    """Open the admin port and return its server. Raise HoldfastError if the port is not available.
 
-    `render` returns the metrics as text, and `report` the body of /health and /ready.
+    The routes are /metrics, the paths in `probes`, and `more`. `render` returns the metrics as text, and `report` the body of
+    the probes.
     """
 
     async def metrics(request: web.Request) -> web.Response:
@@ -39,7 +40,7 @@ async def serve(
 
     app = web.Application(middlewares=[guarded(own_hosts())])
     app.add_routes([web.get("/metrics", metrics)])
-    app.add_routes([web.get(path, health) for path in ("/health", "/live", "/ready")])
+    app.add_routes([web.get(path, health) for path in probes])
     app.add_routes(more)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
@@ -48,7 +49,7 @@ async def serve(
 
 
 def guarded(hosts: frozenset[str]) -> Middleware:
-    """Return a middleware that rejects the requests that `admin_guard` refuses, with status 403."""
+    """Return a middleware that rejects, with status 403, the requests that `admin_guard` refuses."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,7 +1,7 @@
 """Argument types of numeric command-line flags, with their limits."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 Options: TypeAlias = Mapping[str, Any]
@@ -14,10 +14,21 @@ def option(text: str, **more: Any) -> Options:
 
 
 def port(text: str) -> int:
-    """Parse a port number. Raise ArgumentTypeError."""
+    """Parse a port number. Raise ArgumentTypeError if `text` is not a number from 1 to 65535."""
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
     return int(text)
+
+
+def count_to(most: int) -> Callable[[str], int]:
+    """Return a function that parses a number from 1 to `most`, and raises ArgumentTypeError for any other text."""
+
+    def count(text: str) -> int:
+        if not text.isdigit() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {most}")
+        return int(text)
+
+    return count
 
 
 def _number(text: str, least: float, inclusive: bool) -> float:
@@ -33,10 +44,10 @@ def _number(text: str, least: float, inclusive: bool) -> float:
 
 
 def not_negative(text: str) -> float:
-    """Parse a number of at least 0. Raise ArgumentTypeError."""
+    """Parse a number of at least 0. Raise ArgumentTypeError for any other text."""
     return _number(text, 0, True)
 
 
 def positive(text: str) -> float:
-    """Parse a number above 0. Raise ArgumentTypeError."""
+    """Parse a number above 0. Raise ArgumentTypeError for any other text."""
     return _number(text, 0, False)

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from events.errors import HoldfastError
@@ -28,52 +27,29 @@ class NoFleet(HoldfastError):
     """No fleet runs on this data directory."""
 
 
-@dataclass
 class FleetDir:
     """The data directory of a fleet, with its lock if this process holds the lock."""
 
-    path: Path
-    _lock: int | None = None
-
-    @property
-    def nats(self) -> Path:
-        """Directory of the broker's data, including the journal."""
-        return self.path / "nats"
-
-    @property
-    def postgres(self) -> Path:
-        """Directory of the database's data."""
-        return self.path / "postgres"
-
-    @property
-    def accounts(self) -> Path:
-        """File of the database accounts' passwords. The file is outside the database's directory, because that may be lost
-        or restored."""
-        return self.path / "secrets" / "postgres.json"
-
-    @property
-    def key(self) -> Path:
-        """File of the fleet key. Frontends and workers must prove that they have the key."""
-        return self.path / "secrets" / "fleet.key"
-
-    @property
-    def spools(self) -> Path:
-        """Directory with a subdirectory per process, for the process's unacknowledged facts and its last acknowledged event."""
-        return self.path / "spool"
-
-    @property
-    def broker_keys(self) -> Path:
-        """Directory of the nkey seeds of all broker accounts."""
-        return self.path / "secrets" / "nats"
-
-    @property
-    def logs(self) -> Path:
-        """Directory with the log file of every process."""
-        return self.path / "logs"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nats = path / "nats"  # directory of the broker's data, including the journal
+        self.postgres = path / "postgres"  # directory of the database's data
+        # file of the database accounts' passwords, outside the database's directory, because that may be lost or restored
+        self.accounts = path / "secrets" / "postgres.json"
+        # file of the fleet key; frontends and workers must prove that they have the key
+        self.key = path / "secrets" / "fleet.key"
+        # a subdirectory per process, for the process's unacknowledged facts and its last acknowledged event
+        self.spools = path / "spool"
+        self.broker_keys = path / "secrets" / "nats"  # directory of the nkey seeds of all broker accounts
+        self.logs = path / "logs"  # directory with the log file of every process
+        self._lock: int | None = None
 
     def take(self) -> None:
-        """Create and lock the directory, and delete the files of an earlier run in `run`. Raise DirectoryInUse or
-        DirectoryTooNew."""
+        """Create and lock the directory, and delete the files that an earlier run has left in its folder `run`.
+
+        Raise DirectoryInUse if another `holdfast up` holds the lock, and HoldfastError if the directory cannot be used. Raise
+        DirectoryTooNew if a newer version of Holdfast wrote the directory, or if its file `version` holds no number.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -127,8 +103,9 @@ FILES = ("demo.json", "fleet.json", "fleet.json.tmp", "lock", "up.log", "version
 def restrict(path: Path) -> list[str]:
     """Remove the permissions of group and others from a fleet's directory and the fleet's files in it.
 
-    If the directory contains foreign entries, it could be a home directory or /tmp. Then only the fleet's own files are
-    restricted. Return the names of the foreign entries if other users can still access the directory, else an empty list.
+    Entries that are not a fleet's are foreign. A directory with foreign entries could be a home directory or /tmp, so the
+    permissions of the directory itself are kept. If other users can access this directory, return the names of the foreign
+    entries. In all other cases, return an empty list.
 
     New files are private by the `umask` of a fleet's processes (`controller.cli`), but files of older releases may not be.
     """

@@ -1,12 +1,12 @@
-"""The frontend process: composes the fold, the request plane, the director and the ports.
+"""The frontend process: its fleet state, connections to workers, request dispatch and HTTP ports.
 
 The process needs the broker and the database only at its start, to load the fleet's state. If they become unreachable later, it
-serves requests from the fold in its memory, and spools its facts.
+serves requests by the fleet state in its memory, and spools its facts to a local file.
 """
 
 import asyncio
-import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -46,6 +46,7 @@ from events.nats.connection import DISCONNECTED
 from events.observations import Profile, WorkerJoined, WorkerLeft
 from events.order import OutOfTurn
 from events.process import descriptors, presence
+from events.process.stopping import stop_signal
 from events.versions import Known
 
 TICK_S = 0.1
@@ -87,20 +88,24 @@ async def run_frontend(
         return await FrontendProcess(settings, name, data, known, key).run(nats_url, database_url)
 
 
+@dataclass(frozen=True)
 class RouterFeeds:
-    """The broker connections of one frontend's router: KV events and the requests of other frontends, as its settings
-    require."""
+    """The broker connections of one frontend's router, as its settings require.
 
-    def __init__(self, kv: KvEvents | None, sync: SlotSync | None) -> None:
-        self._kv = kv
-        self._sync = sync
+    One connection receives workers' KV events. The other exchanges counts of running requests with other frontends.
+    """
+
+    kv: KvEvents | None
+    sync: SlotSync | None
 
     @classmethod
     async def open(
         cls, url: str, name: str, settings: RouterSettings, director: Director, wait_s: float = BROKER_S
     ) -> "RouterFeeds":
-        """Return the feeds that the settings require. Each is connected, or connects in the background if this takes longer
-        than `wait_s` seconds."""
+        """Return the feeds that the settings require.
+
+        If a connection to the broker takes longer than `wait_s` seconds, it is established in the background.
+        """
         scheduler, kv, sync = director.routing, None, None
         if settings.mode == "kv" and settings.kv_events:
             budget = director.settings.worker_budgets
@@ -113,17 +118,17 @@ class RouterFeeds:
         return cls(kv, sync)
 
     def services(self) -> list[Service]:
-        """Return the functions that run the feeds, for as long as the frontend runs."""
-        return [one.run for one in (self._kv, self._sync) if one is not None]
+        """Return the functions that run the feeds until the frontend ends."""
+        return [one.run for one in (self.kv, self.sync) if one is not None]
 
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
-        """Set the live workers of the KV-event feed. Does nothing without this feed."""
-        if self._kv is not None:
-            self._kv.absorb(joined)
+        """Pass the live workers to the feed of KV events. Do nothing if the router has no such feed."""
+        if self.kv is not None:
+            self.kv.absorb(joined)
 
     async def close(self) -> None:
         """Close the connections to the broker."""
-        for one in (self._kv, self._sync):
+        for one in (self.kv, self.sync):
             if one is not None:
                 await one.close()
 
@@ -153,7 +158,6 @@ class FrontendProcess:
             dialers,
             key,
         )
-        self._stop = asyncio.Event()
 
     async def run(self, nats_url: str, database_url: str | None) -> int:
         """Serve the fleet that the journal describes until the process is stopped, and return the exit code 0."""
@@ -217,7 +221,7 @@ class FrontendProcess:
         director = self._director(_discard)
         addresses = [address.strip() for address in self._settings.static.split(",") if address.strip()]
         self._plane.listen(lambda: director.set_static(self._welcomed()))
-        self._plane.want(
+        self._plane.set_workers(
             {f"static-{n}": Address("", f"tcp://{address}") for n, address in enumerate(addresses)}
         )
         director.go_live()
@@ -243,9 +247,7 @@ class FrontendProcess:
     ) -> int:
         api = Api(director)
         listeners = Listeners(api, self._settings, console.before(api.admin) if console is not None else None)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        stop = stop_signal()
         try:
             await listeners.open()
             url = listeners.admin_url
@@ -258,8 +260,8 @@ class FrontendProcess:
                     group.create_task(self._tick(director)),
                     group.create_task(_check(api.openai, listeners)),
                 ]
-                running.append(group.create_task(self._accept(director, listeners)))
-                await self._stop.wait()
+                running.append(group.create_task(self._accept(director, listeners, stop)))
+                await stop.wait()
                 await self.drain(api, listeners)
                 for task in running:
                     task.cancel()
@@ -269,11 +271,11 @@ class FrontendProcess:
             await listeners.close()
         return 0
 
-    async def _accept(self, director: Director, listeners: Listeners) -> None:
-        """Accept requests as soon as a request could be served, or the fleet is known to have no serving worker.
+    async def _accept(self, director: Director, listeners: Listeners, stop: asyncio.Event) -> None:
+        """Start to accept requests as soon as a worker can serve them, or the fleet is known to have no serving worker.
 
-        Until then the other frontends on this host get the requests. A frontend that does not know the fleet's state yet may be
-        the only one on its host. So after PREPARE_S it accepts requests anyway and answers them with an error.
+        Until then the other frontends on this host get the requests. If neither condition is met after PREPARE_S seconds, the
+        frontend accepts requests anyway and answers them with an error, because it may be the only one on its host.
         """
         loop, monitor = asyncio.get_running_loop(), director.routing.monitor
         until = loop.time() + PREPARE_S
@@ -281,13 +283,13 @@ class FrontendProcess:
             if director.live and not self._settings.static and not director.table.served:
                 break
             await asyncio.sleep(TICK_S / 4)
-        if self._stop.is_set():
+        if stop.is_set():
             return
         await listeners.accept()
         log.info("frontend_serves", url=listeners.url, admin=listeners.admin_url)
 
     async def drain(self, api: Api, listeners: Listeners) -> None:
-        """Stop accepting requests, wait until those in flight finish, and cut off the others when the grace period is over."""
+        """Stop accepting requests, and wait until those in flight finish. After the grace period, cut off the remaining ones."""
         api.openai.drain()
         await listeners.refuse()
         loop = asyncio.get_running_loop()
@@ -299,7 +301,10 @@ class FrontendProcess:
         await asyncio.sleep(0)
 
     async def _follow(self, director: Director, view: FleetView) -> None:
-        """Follow the journal. If the journal can no longer be trusted, continue to serve with the last fold."""
+        """Follow the journal. If that is no longer possible, continue to serve by the last known state of the fleet.
+
+        Raise HoldfastError if the journal cannot be followed at the start and no worker is known.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(_follow_persistently(view), name="view")
             try:
@@ -311,8 +316,10 @@ class FrontendProcess:
             director.go_live(await asyncio.to_thread(served.read, self._served_at))
 
     async def _remember(self, director: Director, view: FleetView) -> None:
-        """Store regularly until when this frontend has served, so that the next frontend of the same name can report the
-        gap."""
+        """Write the current time to a file at regular intervals while this frontend serves.
+
+        The file tells the next frontend of the same name when its predecessor stopped serving.
+        """
         clock = SystemClock()
         while True:
             await asyncio.sleep(SERVED_EVERY_S)
@@ -326,22 +333,24 @@ class FrontendProcess:
         if not batch or any(isinstance(r.fact, WorkerJoined | WorkerLeft | HealthChanged) for r in batch):
             fleet = view.fleet
             workers = [worker for worker in fleet.workers.values() if worker.alive]
-            self._plane.want({w.joined.worker: Address.of(w.joined) for w in workers if w.joined.url})
+            self._plane.set_workers({w.joined.worker: Address.of(w.joined) for w in workers if w.joined.url})
             feeds.absorb([worker.joined for worker in workers])
         faults = director.metrics.faults
         faults.skipped.inc(sum(isinstance(r.fact, Skipped) for r in batch))
         director.absorb(view.fleet, batch)
 
     async def _report_links(self, bus: Bus, director: Director) -> None:
-        """Report every second the queue length and the workers that this frontend reaches. The controller does not declare
-        these workers silent."""
+        """Report once a second how many requests wait in this frontend, and which workers it reaches.
+
+        The controller does not declare a worker silent if a frontend reports that it reaches the worker.
+        """
         clock = SystemClock()
         subject = subjects.links(self._name)
         while True:
             body = {
                 "frontend": self._name,
                 "at": clock.now().isoformat(),
-                "workers": self._plane.heard,
+                "workers": self._plane.responsive,
                 "waiting": director.admission.waiting(),
             }
             await bus.publish(subject, body)
@@ -358,10 +367,10 @@ class FrontendProcess:
 
 
 async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> None:
-    """Follow the journal, and continue after two kinds of errors.
+    """Follow the journal. After an error that may be temporary, follow the journal again `again_s` seconds later.
 
-    If an event stops all readers, read it again until an operator has resolved it. If the journal has dropped the next events,
-    continue from a snapshot. Log any other error and stop following.
+    If this release cannot process an event, the event is read again until an operator has resolved the cause. If the journal
+    has dropped the next events, the fleet's state is read from a snapshot. After any other error, log the error and return.
     """
     while True:
         try:
@@ -374,7 +383,7 @@ async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> Non
 
 
 async def follow_peers(director: Director, bus: Bus) -> None:
-    """Subscribe to the reports of the other frontends, at once or as soon as the broker is reachable."""
+    """Subscribe to the reports of the other frontends. If the broker is unreachable, retry until the subscription succeeds."""
     while True:
         try:
             await bus.subscribe(subjects.LINKS, director.peers.on_links)

@@ -1,8 +1,8 @@
 """Checks, when `holdfast up` starts, that the broker's journal belongs to this data directory.
 
-Processes store in files which event the broker acknowledged last, and the database stores the last event that it has folded. A
-broker that lacks such an event, or has another event at that sequence, has lost events or is another broker. Continuing would
-create an inconsistent history. Only the operator can know which history is right, so `up` stops and prints the choices.
+Each process stores in a file which event the broker acknowledged last. The database stores the last event that was applied to it.
+If the broker lacks such an event, or has another event at that sequence, it has lost events or is a different broker. To continue
+would create an inconsistent history. Only the operator can know which history is right, so `up` stops and prints the choices.
 """
 
 import asyncio
@@ -10,14 +10,13 @@ import contextlib
 import time
 from pathlib import Path
 
-from controller.processes.console import say, warn
+from controller.processes.console import print_line, warn
 from controller.processes.supervised_servers import FleetDatabase
 from controller.runtime.snapshot_publisher import newest_kept
 from events.codec import new_id
 from events.errors import HoldfastError
 from events.journal import bounds
 from events.journal.acknowledged import AcknowledgedEvent, lost_since, remembered
-from events.journal.broker import BrokerRefused
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalChanged, JournalGone, JournalUnavailable
 from events.journal.retention import JournalBounds
@@ -27,15 +26,15 @@ Place = tuple[int, str]  # a stream sequence and the ce-id of that event
 
 
 class JournalLost(HoldfastError):
-    """Restore the broker's directory from a backup. Or continue with what the journal holds now, with `holdfast up
-    --accept-journal`: the database's rows are then put aside and rebuilt."""
+    """The journal lacks events that this fleet has seen. Restore the broker's directory from a backup. Or continue with what the
+    journal holds now, with `holdfast up --accept-journal`: the database's rows are then put aside and rebuilt."""
 
 
 async def open_journal(url: str, spools: Path) -> NatsJournal:
-    """Return the supervisor's connection to the journal. Raise JournalLost if the journal does not belong to this data
-    directory.
+    """Return the supervisor's connection to the journal.
 
-    The stream is created only if no process has seen a stream before.
+    Raise JournalLost if the journal does not belong to the data directory with the folder `spools`. The stream is created only
+    if no process has seen a stream before.
     """
     source = f"supervisor:{new_id()}"
     try:
@@ -53,9 +52,10 @@ async def open_journal(url: str, spools: Path) -> NatsJournal:
 
 
 async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = None) -> None:
-    """Raise JournalLost if the stream lacks an acknowledged event, or the last event in the database (`place`).
+    """Raise JournalLost if the stream lacks the last acknowledged event or the database's last event (`place`).
 
-    Do nothing if the broker does not answer, because that is no proof of a loss.
+    The last acknowledged event of each process is stored in a file below `spools`, and the newest of these events is checked. Do
+    nothing if the broker does not answer, because a missing answer is no proof of a loss.
     """
     with contextlib.suppress(JournalUnavailable):
         newest = max(remembered(spools).values(), key=lambda event: event.seq, default=None)
@@ -66,10 +66,10 @@ async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = 
 
 
 async def accept(url: str, spools: Path, database: FleetDatabase, place: Place | None) -> None:
-    """Accept the journal as it is.
+    """Continue with the journal as it is, although this data directory has seen events that the journal lacks.
 
-    Files with an acknowledged event of another journal are renamed. If the database has folded another journal, its schema is
-    renamed, too.
+    Each file below `spools` that stores an acknowledged event is renamed if the journal lacks that event. If the journal lacks
+    the last event in the database (`place`), the database's schema is renamed, too.
     """
     journal = await NatsJournal.connect(url, "supervisor:accept", None)
     try:
@@ -80,22 +80,20 @@ async def accept(url: str, spools: Path, database: FleetDatabase, place: Place |
         if place is not None and await _lost(journal, AcknowledgedEvent(*place)):
             name = time.strftime("holdfast_before_%Y%m%d_%H%M%S", time.gmtime())
             await database.put_aside(name)
-            say(f"the projection of the other journal is kept in the database's schema {name}")
-        say(f"accepted the journal, which holds {last} events")
+            print_line(f"the projection of the other journal is kept in the database's schema {name}")
+        print_line(f"accepted the journal, which holds {last} events")
     finally:
         await journal.close()
 
 
 async def _lost(journal: NatsJournal, seen: AcknowledgedEvent | None) -> str:
-    """Return why the journal does not hold the event `seen`. Return an empty string if it does, or if `seen` is None."""
+    """Return why the journal does not hold the event `seen`; empty if the journal holds it, or if `seen` is None."""
     if seen is None:
         return ""
     try:
         return await lost_since(journal.connection, seen, await journal.stream_state())
     except JournalGone:
         return f"the stream is missing, although its event {seen.seq} had been read or acknowledged"
-    except BrokerRefused as error:
-        raise JournalUnavailable(str(error)) from error
 
 
 LOOK_EVERY_S = 2.0
@@ -103,8 +101,10 @@ ASK_S = 5.0
 
 
 class JournalWatch:
-    """Background task that checks, while the fleet runs, that the stream exists and is not replaced, and prints a warning if
-    not."""
+    """Background task that checks, while the fleet runs, that the stream still exists and was not replaced.
+
+    If the stream is missing or was replaced, the task prints a warning.
+    """
 
     def __init__(self, journal: NatsJournal, look_every_s: float = LOOK_EVERY_S) -> None:
         self._journal = journal
@@ -138,7 +138,7 @@ class JournalWatch:
         if words:
             warn(words)
         else:
-            say("the journal is available again")
+            print_line("the journal is available again")
 
     async def stop(self) -> None:
         """Stop the background task."""
@@ -152,7 +152,11 @@ BOUND_WITHIN_S = 60.0
 
 
 class JournalBounding:
-    """Background task that sets the journal's bounds as soon as the retained events would include a snapshot."""
+    """Background task that sets the journal's limits of size and age. At these limits, the broker drops the oldest events.
+
+    The task waits until the events that the broker would retain include a snapshot of the fleet's state. Without a snapshot, the
+    state could no longer be computed from the journal.
+    """
 
     def __init__(
         self, journal: NatsJournal, wanted: JournalBounds, look_every_s: float = BOUND_EVERY_S
@@ -174,9 +178,9 @@ class JournalBounding:
             await asyncio.sleep(wait_s)
 
     async def _try(self) -> float:
-        """Set the bounds unless an event would be dropped that no snapshot covers.
+        """Set the limits if the broker would then still retain the newest snapshot of the fleet's state.
 
-        Return the seconds until the next attempt, or 0 if the bounds are set.
+        Return the seconds until the next attempt, or 0 if the limits are set.
         """
         usage = await self._journal.usage(growth=False)
         if self._wanted == JournalBounds(usage.bytes_max, usage.age_max):
@@ -186,13 +190,13 @@ class JournalBounding:
             return self._look_every_s
         try:
             changed = await bounds.bound(self._journal.connection, self._wanted)
-        except (HoldfastError, BrokerRefused) as error:
+        except HoldfastError as error:
             if not self._warned and self._journal.connected:
                 warn(f"cannot set the journal's bounds, retrying every {FORBIDDEN_S / 60:g} min: {error}")
             self._warned = self._journal.connected
             return FORBIDDEN_S if self._warned else self._look_every_s
         if changed:
-            say(f"the journal now keeps {words(self._wanted)}")
+            print_line(f"the journal now keeps {words(self._wanted)}")
         return 0.0
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Flags of `holdfast up` for the degradation ladder: the service objectives and the request tiers.
+"""Flags of `holdfast up` for graceful degradation under load: service objectives and request tiers.
 
 The flags apply to every model that has no settings of its own in `HOLDFAST_CONTROLLER__POLICY__DEGRADATION__SLOS`.
 """
@@ -10,20 +10,15 @@ from typing import Any
 
 from controller.config.variables import PREFIX
 from controller.deciders.tiers import Tiers
-from controller.processes.flag_types import Options, option, positive
+from controller.processes.flag_types import Options, count_to, option, positive
 from events.errors import UsageError
 from events.json_types import Json
 
 POLICY = f"{PREFIX}CONTROLLER__POLICY__DEGRADATION__"
 SLOS = f"{POLICY}SLOS"
 COUNT_MAX = 8192
+_count = count_to(COUNT_MAX)
 ANY_MODEL = "*"  # a copy of the constant in the degradation decider, which is slow to import
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= COUNT_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {COUNT_MAX}")
-    return int(text)
 
 
 OBJECTIVES: Mapping[str, tuple[str, Options]] = {
@@ -39,7 +34,7 @@ OBJECTIVES: Mapping[str, tuple[str, Options]] = {
 }  # fmt: skip
 """Each flag, the objective that it sets, and its argparse options."""
 
-TIER_FLAGS: Mapping[str, Options] = {
+TIER_FLAGS = {
     "--priority-tiers": option(
         "tiers of X-Priority, best first; the last is shed first (default: premium,standard,best_effort)",
         metavar="A,B,..."),
@@ -47,17 +42,13 @@ TIER_FLAGS: Mapping[str, Options] = {
 }  # fmt: skip
 
 
-def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the degradation ladder to the parser."""
-    for flag, (_, options) in OBJECTIVES.items():
-        parser.add_argument(flag, **options)
-    for flag, own in TIER_FLAGS.items():
-        parser.add_argument(flag, **own)
+LADDER_FLAGS: Mapping[str, Options] = {flag: own for flag, (_, own) in OBJECTIVES.items()} | TIER_FLAGS
 
 
 def ladder_variables(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of these flags as environment variables of the controllers. Raise UsageError if they contradict one
-    another."""
+    """Return the flags for objectives and tiers as environment variables of the controllers.
+
+    Raise UsageError if the flags contradict one another."""
     given = {name: _of(args, flag) for flag, (name, _) in OBJECTIVES.items() if _of(args, flag) is not None}
     found = {}
     if given:
@@ -78,8 +69,9 @@ def _of(args: argparse.Namespace, flag: str) -> Any:
 
 
 def _slos(environment: Mapping[str, str]) -> Json:
-    """Return the objectives of each model that the environment sets. Raise UsageError if the variable is not a JSON object
-    of models."""
+    """Return the objectives that the environment sets, by model.
+
+    Raise UsageError if the variable is not a JSON object of models."""
     text = environment.get(SLOS) or "{}"
     try:
         slos = json.loads(text)
@@ -93,7 +85,10 @@ def _slos(environment: Mapping[str, str]) -> Json:
 
 
 def tier_names(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the fleet's tiers from the flag, the variable or the default. Return None if the variable is a JSON list."""
+    """Return the fleet's tiers: from --priority-tiers, else from the environment variable, else the default ones.
+
+    Return None if the flag or the variable holds a JSON list, which is not parsed here.
+    """
     text = _of(args, "--priority-tiers") or environment.get(f"{POLICY}PRIORITY_TIERS") or ""
     if text.lstrip().startswith("["):
         return None

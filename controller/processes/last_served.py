@@ -1,7 +1,7 @@
-"""The file in which a frontend stores until when it served, for the next frontend of the same name.
+"""The file with the time at which a frontend served last, for the next frontend of the same name.
 
 The file is beside the spool, in the folder that all frontends of the same name use. It is written atomically. Without the file,
-the next frontend does not know until when the previous one served.
+the next frontend does not know when the previous one stopped serving.
 """
 
 import json
@@ -22,9 +22,9 @@ def path_of(data: Path, name: str) -> Path:
 
 
 def read(path: Path) -> ServedUntil | None:
-    """Return until when the previous frontend of this name served. Return None if the file is missing or unreadable.
+    """Return the time until which the previous frontend of this name served. Return None if the file is missing or unreadable.
 
-    An unreadable file is logged and never raises.
+    If the file is unreadable, log the reason. No error is raised.
     """
     try:
         found = json.loads(path.read_text())
@@ -40,7 +40,10 @@ def read(path: Path) -> ServedUntil | None:
 
 
 def write(path: Path, served: ServedUntil) -> None:
-    """Store until when this frontend has served. An error, such as a full disk, is logged and never raises."""
+    """Write `served`, the time at which this frontend served last, to its file.
+
+    An error, such as a full disk, is logged and not raised.
+    """
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,9 +46,11 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
 
 def find(data: Path, user: str = "operator") -> Json:
-    """Return the URLs of a fleet's broker and database for a broker account, from the environment or the data directory.
+    """Return the URLs of a fleet's broker and database, by name, from the environment or the data directory.
 
-    `database_url` has read access, and `database_owner_url` may create tables. Raise NoFleet or BadBrokerUrl.
+    The broker's URL, `nats_url`, is for the broker account `user`. `database_url` has read access, and `database_owner_url` may
+    create tables. Raise NoFleet if no fleet runs on `data` and the environment names no broker, and BadBrokerUrl if the broker's
+    URL is invalid.
     """
     known: Json = {}
     named = os.environ.get("HOLDFAST_NATS_URL", "")
@@ -90,15 +92,18 @@ class Operator:
 
     @classmethod
     async def connect(cls, data: Path) -> "Operator":
-        """Connect to the broker of the fleet with this data directory. Raise NoFleet or Unreachable."""
+        """Connect to the broker of the fleet with this data directory.
+
+        Raise NoFleet if no fleet is found, and Unreachable if its broker does not answer.
+        """
         url = find(data)["nats_url"]
         return cls(await _connect(url), url)
 
     async def ask(self, verb: str, body: Json, deadline_s: float = ASK_WITHIN_S) -> Json:
-        """Send a request to the controller and return its answer. The controller executes the request within `deadline_s`
-        seconds or not at all.
+        """Send a request to the controller and return its answer.
 
-        Raise OperatorRefused with the controller's reason, or what `command` raises.
+        The controller carries out the request within `deadline_s` seconds or not at all. Raise OperatorRefused with the
+        controller's reason, or the errors of `controller.runtime.command_sender.command`.
         """
         if verb in ("status", "versions"):
             answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))
@@ -111,9 +116,10 @@ class Operator:
     async def act(
         self, verb: str, worker: str, argument: float | None = None, deadline_s: float = ASK_WITHIN_S
     ) -> Json:
-        """Run drain, resume, move or a fault of `holdfast chaos` on a worker, and return the controller's answer.
+        """Send one command for a worker, and return the controller's answer.
 
-        Raise OperatorRefused or NoAnswer.
+        `verb` is drain, resume, move or a fault of `holdfast chaos`, and `argument` is the fault's argument. Raise
+        OperatorRefused if the controller refuses the command, NoAnswer if no answer arrives in time.
         """
         body: Json = {"worker": worker, "by": operator_name()}
         if verb not in ("drain", "resume", "move"):
@@ -130,7 +136,6 @@ class Closable(Protocol):
 
     async def close(self) -> None:
         """Close the connection."""
-        ...
 
 
 C = TypeVar("C", bound=Closable)
@@ -161,7 +166,10 @@ def operator_name() -> str:
 
 
 async def read_all(data: Path, after: int = 0) -> list[Recorded]:
-    """Return every event of the fleet's journal with a sequence above `after`. Raise NoFleet or JournalUnavailable."""
+    """Return every event of the fleet's journal with a sequence above `after`.
+
+    Raise NoFleet if no fleet runs, JournalUnavailable if the journal cannot be read.
+    """
     from events.journal.nats import NatsJournal
 
     async with closing(NatsJournal.connect(find(data)["nats_url"], "reader", make=False)) as journal:
@@ -172,7 +180,7 @@ async def read_all(data: Path, after: int = 0) -> list[Recorded]:
 def opened(request: "str | urllib.request.Request", within_s: float) -> Any:
     """Open a URL of a process on this host, without a proxy.
 
-    The certificate is not verified, because it contains the host name for clients and not this address.
+    The certificate is not verified, because it is issued for the host name that clients use, and not for this address.
     """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     context = ssl.create_default_context()

@@ -7,25 +7,34 @@ from collections.abc import Iterator
 
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.notifying.webhook_flags import wanted, webhook_variables
+from controller.processes.notifying.webhook_flags import has_notifier, webhook_variables
 from controller.processes.up_flags import controller_variables, frontend_variables, spares
 
 GRACE = "HOLDFAST_FRONTEND__GRACE_S"
 GRACE_S = 10.0  # default for `up`, so that Ctrl-C does not block a terminal for long
 
 
+def seconds(variable: str, default: float) -> float:
+    """Return the number of seconds that the environment variable `variable` sets.
+
+    Return `default` if the variable is missing or invalid. An invalid value is not reported here, because the process that
+    uses the variable refuses to start and reports the reason.
+    """
+    try:
+        return float(os.environ.get(variable) or default)
+    except ValueError:
+        return default
+
+
 def frontend_grace_s() -> float:
     """Return the number of seconds for which streams may continue when the fleet stops."""
-    try:
-        return float(os.environ.get(GRACE) or GRACE_S)
-    except ValueError:  # the frontends refuse to start with this value and report the reason
-        return GRACE_S
+    return seconds(GRACE, GRACE_S)
 
 
 def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
-    """Yield every process of the fleet that needs the broker but not the database."""
+    """Yield all processes that can start without the database: controller, notifier, frontends, workers and spares."""
     yield _child(directory, "controller", "controller", _controller(args))
-    if wanted(args, os.environ):
+    if has_notifier(args, os.environ):
         yield _child(directory, "notifier", "notifier", webhook_variables(args))
     for n in range(args.frontends):
         own = {
@@ -45,7 +54,7 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
 
 
 def worker(args: argparse.Namespace, directory: FleetDir, number: int, count: int = 1) -> Child:
-    """Return one process that runs `count` workers, numbered from `number` on."""
+    """Return one process that runs `count` workers, which are numbered consecutively, starting with `number`."""
     own = {**_worker(args, number), "HOLDFAST_WORKER_COUNT": str(count)}
     return _child(directory, "worker", f"w{number}", own, count)
 

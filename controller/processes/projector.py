@@ -1,19 +1,17 @@
 """The projector process: composes journal, state store, projector and a small admin port."""
 
 import asyncio
-import signal
 from pathlib import Path
 
 import structlog
-from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
 from controller.deciders.fleet import DECIDERS_VERSION
 from controller.ports import StoreLost, StoreUnavailable
 from controller.processes import collector
-from controller.processes.controller_admin import guarded, listen, url_of
+from controller.processes.controller_admin import serve, url_of
 from controller.read_model.errors import StoreForbidden
 from controller.runtime.projection.projector import Projector, ProjectorMetrics
 from controller.runtime.settings import ProjectorSettings
@@ -21,7 +19,7 @@ from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 from events.process import presence
-from events.process.admin_guard import own_hosts
+from events.process.stopping import run_until, stop_signal
 from events.versions import Known
 
 WATCH_S = 1.0
@@ -41,15 +39,17 @@ async def run_projector(
         nats_url, f"projector:{name}", data / "spool" / name, make=False, known=Known.ours(DECIDERS_VERSION)
     )
     store = PostgresStore(database_url, snapshot_every=settings.snapshot_every)
-    store.prepare()
     metrics = ProjectorMetrics(CollectorRegistry())
     projector = Projector(journal, store, written=metrics.written)
     watch = ProjectorWatch(projector, journal, metrics, settings.ready_lag)
-    runner = await _serve(watch, settings)
+    runner = await serve(
+        watch.render, watch.report, settings.admin_host, settings.admin_port, probes=("/health", "/ready")
+    )
     try:
         presence.announce(data, "projector", name, url_of(runner))
         collector.freeze_and_tune()
-        return await _until_stopped(projector, watch)
+        await run_until(stop_signal(), projector.run(), watch.run())
+        return 0
     finally:
         await runner.cleanup()
         await store.close()
@@ -57,10 +57,10 @@ async def run_projector(
 
 
 async def _migrated(url: str) -> None:
-    """Migrate the database to this release. Wait while the database is unreachable, and log each reason once.
+    """Migrate the database to this release. While the database is unreachable, retry, and log each new reason once.
 
-    Raise StoreLost if the database was emptied. Only the owner can create the tables again, because the projector's account may
-    only write rows.
+    Raise StoreLost if the tables are missing. Only the owner can create them again, because the projector's account may only
+    write rows.
     """
     logged = ""
     while True:
@@ -72,23 +72,6 @@ async def _migrated(url: str) -> None:
             if str(error) != logged:
                 log.warning("projector_waits", reason=(logged := str(error)))
             await asyncio.sleep(RETRY_S)
-
-
-async def _until_stopped(projector: Projector, watch: "ProjectorWatch") -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with asyncio.TaskGroup() as group:
-        services = [group.create_task(projector.run()), group.create_task(watch.run())]
-        group.create_task(_cancel_after(stop, services))
-    return 0
-
-
-async def _cancel_after(stop: asyncio.Event, services: "list[asyncio.Task[None]]") -> None:
-    await stop.wait()
-    for service in services:
-        service.cancel()
 
 
 class ProjectorWatch:
@@ -138,21 +121,3 @@ class ProjectorWatch:
     def render(self) -> bytes:
         """Return the projector's metrics in the Prometheus text format."""
         return generate_latest(self._metrics.registry)
-
-
-async def _serve(watch: ProjectorWatch, settings: ProjectorSettings) -> web.AppRunner:
-    async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=watch.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response(watch.report())
-
-    async def ready(request: web.Request) -> web.Response:
-        return web.json_response(watch.report(), status=503 if watch.ready() else 200)
-
-    app = web.Application(middlewares=[guarded(own_hosts())])
-    app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await listen(runner, settings.admin_host, settings.admin_port)
-    return runner

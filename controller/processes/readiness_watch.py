@@ -1,19 +1,19 @@
 """Follows a fleet's start and reports every ten seconds which workers are missing, and why.
 
-A fleet is ready as soon as its first worker serves requests, and the watch continues to wait for the other workers. A worker
-that is still missing after the timeout of the start is reported only when its reason changes.
+A fleet is ready once its first worker serves requests and its controller and projector work. The reports end when the fleet
+serves requests, unless workers may wait for something outside of the fleet. After the timeout of the start, missing workers are
+reported only when they or their reasons change.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from controller.deciders.worker import SPARE
-from controller.processes.console import say, warn
-from controller.processes.operator_client import Operator
+from controller.processes.console import print_line, warn
+from controller.processes.operator_client import Operator, closing
 from events.errors import HoldfastError
 from events.json_types import JsonView
 
@@ -29,41 +29,27 @@ def status_reader(data: Path) -> Ask:
 
     async def ask() -> JsonView | None:
         with contextlib.suppress(HoldfastError):
-            operator = await Operator.connect(data)
-            try:
+            async with closing(Operator.connect(data)) as operator:
                 return await operator.ask("status", {}, ASK_S)
-            finally:
-                await operator.close()
         return None
 
     return ask
 
 
-@dataclass(frozen=True, slots=True)
-class ReadinessTimes:
-    """The interval of reports about missing workers, and the longest wait for a status, in seconds."""
-
-    say_every_s: float = 10.0
-    status_s: float = 10.0  # a serving fleet is ready after this time, even if its controller does not answer
-
-
 class ReadinessWatch:
     """Follows the start of one fleet for its supervisor, and prints the missing workers."""
 
-    def __init__(
-        self,
-        ask: Ask,
-        names: Sequence[str],
-        timeout_s: float,
-        *,
-        patient: bool,
-        spares: Sequence[str] = (),
-        times: ReadinessTimes = ReadinessTimes(),
-    ) -> None:
-        """Follow the start of the workers `names` and `spares`, which may take `timeout_s` seconds.
+    say_every_s = 10.0  # interval of reports about missing workers
+    status_s = 10.0  # a serving fleet is ready after this time, even if its controller does not answer
 
-        With `patient`, workers may wait for something outside of the fleet (a server, a model). The watch then continues after
-        the fleet serves requests.
+    def __init__(
+        self, ask: Ask, names: Sequence[str], timeout_s: float, *, patient: bool, spares: Sequence[str] = ()
+    ) -> None:
+        """Follow the start of the workers `names` and `spares`. The start may take `timeout_s` seconds.
+
+        `ask` reads the fleet's status; it returns None if the controller does not answer. `patient` states that workers may
+        wait for something outside of the fleet (a server, a model). If `patient` is true, the reports continue after the
+        fleet has begun to serve requests.
         """
         self.timeout_s = timeout_s
         self._ask = ask
@@ -71,7 +57,6 @@ class ReadinessWatch:
         self._spares = len(spares)
         self.kept: frozenset[str] = frozenset()  # workers that are spares according to the last status
         self._patient = patient
-        self._times = times
         self._until = time.monotonic() + timeout_s
         self._serving_since: float | None = None
         self._complete = False  # whether all workers have been ready at the same time once
@@ -105,7 +90,7 @@ class ReadinessWatch:
         self._reporting = asyncio.create_task(self._report_periodically(), name="readiness")
 
     def check(self) -> None:
-        """Raise the error that ended the reporting. Do nothing if the reporting runs."""
+        """Raise the error that ended the background reporting. Do nothing if the reporting still runs."""
         if self._reporting is not None and self._reporting.done():
             self._reporting.result()
 
@@ -116,10 +101,10 @@ class ReadinessWatch:
             await asyncio.wait({self._reporting})
 
     async def serves(self) -> bool:
-        """Record that requests are served. Return whether the fleet is ready.
+        """Record that the fleet serves requests. Return whether the fleet is ready.
 
-        The fleet is ready if its controller also answers, with the position of a projector, or after `status_s` seconds in any
-        case.
+        The fleet is ready once its controller answers with the position of a projector, which shows that both processes work.
+        After `status_s` seconds of service, the fleet counts as ready without this answer.
         """
         now = time.monotonic()
         self._serving_since = self._serving_since or now
@@ -129,7 +114,7 @@ class ReadinessWatch:
             self._reported = list(lines(self._missing))
             if status["projector"]["position"] is not None:
                 return True
-        return now - self._serving_since > self._times.status_s
+        return now - self._serving_since > self.status_s
 
     async def verdict(self) -> str:
         """Return a text about the missing workers of a fleet that did not become ready in time."""
@@ -148,13 +133,16 @@ class ReadinessWatch:
             self._missing = dict.fromkeys(self._names, UNASKED)
 
     def report(self) -> None:
-        """Print the missing workers. When no worker is missing any more, print that once."""
+        """Print the missing workers; after the timeout of the start, only if they or their reasons have changed.
+
+        When no worker is missing any more, print that once.
+        """
         before, self._reported = self._reported, list(lines(self._missing))
         if self._reported != before or not self.late:
             for line in self._reported:
-                say(line)
+                print_line(line)
         if before and not self._reported:
-            say(f"no longer waiting for any worker: {self.there}")
+            print_line(f"no longer waiting for any worker: {self.there}")
 
     def _update(self, status: JsonView) -> None:
         outside = self._complete or self.late or (not self._patient and self._serving_since is not None)
@@ -164,7 +152,7 @@ class ReadinessWatch:
 
     async def _report_periodically(self) -> None:
         while True:
-            await asyncio.sleep(self._times.say_every_s)
+            await asyncio.sleep(self.say_every_s)
             if self._patient or self._serving_since is None:
                 await self.look()
                 self.report()
@@ -174,11 +162,10 @@ NAMED_MAX = 3  # workers named per line; the others with the same reason are cou
 
 
 def absent(names: Sequence[str], status: JsonView, *, outside: bool) -> dict[str, str]:
-    """Return the missing workers among `names`, each with the reason. A worker is missing if it neither serves requests nor is
-    a ready spare.
+    """Return the missing workers among `names`, each with the reason.
 
-    With `outside`, return only workers that wait for something outside of the fleet, because the fleet handles all other causes
-    itself.
+    A worker is missing unless it serves requests or is a ready spare. If `outside` is true, return only workers that wait for
+    something outside of the fleet, because the fleet handles all other causes itself.
     """
     known = {worker["id"]: worker for worker in status["workers"]}
     waiting = {one["id"]: str(one["reason"]) for one in status.get("awaited", ())}
@@ -192,7 +179,7 @@ def absent(names: Sequence[str], status: JsonView, *, outside: bool) -> dict[str
 
 
 def _why_not(worker: JsonView | None) -> str:
-    """Return why a worker does not serve requests. Return an empty string if it does, or is a ready spare."""
+    """Return why a worker does not serve requests; empty if the worker serves requests or is a ready spare."""
     if worker is None:
         return "its process has not reported yet"
     why = [reason for reason in worker.get("reasons") or () if reason != SPARE]

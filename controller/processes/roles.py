@@ -17,17 +17,14 @@ from workers.exits import LINGER_S, exit_within
 
 CONNECTS_TO_WORKERS = ("controller", "frontend")
 REQUIRES_DATABASE = ("projector", "planner")
-MODULES = {
-    "planner": "planning.planner",
-    "notifier": "notifying.notifier",
-}  # modules that do not have the name of the role
+# modules that do not have the name of the role
+MODULES = {"planner": "planning.planner", "notifier": "notifying.notifier"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the role to the parser. The role is the parser's command."""
-    gc.set_threshold(
-        *COLLECT_AT
-    )  # collect rarely, because the objects of the following imports are never freed
+    """Add the flags of a role to the parser of the role's command. The command has the name of the role."""
+    # collect rarely, because the objects of the following imports are never freed
+    gc.set_threshold(*COLLECT_AT)
     role = parser.get_default("command")
     parser.add_argument("--name", default=role, help=f"name of this process (default: {role})")
     parser.add_argument(
@@ -54,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a role until it ends, and return the exit code. Raise BadSetting, or what the role's process raises."""
+    """Run a role until it ends, and return the exit code.
+
+    Raise BadSetting if a setting is invalid or a required URL is missing. Errors of the role's process are raised too.
+    """
     from controller import logs
     from events.fleet_key import FleetKey
 

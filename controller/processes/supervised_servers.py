@@ -8,26 +8,20 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from controller.adapters.embedded.accounts import DatabaseAccounts, DatabaseUrls
+from controller.adapters.embedded.nats import Stuck, reload_users, start_nats
 from controller.adapters.embedded.nats_log import REFUSAL, LogTail, refusals
 from controller.adapters.embedded.nats_users import BrokerUsers
+from controller.adapters.embedded.postgres import start_postgres
 from controller.adapters.embedded.prometheus import alert_rules, start_prometheus
-from controller.adapters.embedded.servers import (
-    EmbeddedServer,
-    Stuck,
-    reload_users,
-    start_nats,
-    start_postgres,
-)
-from controller.processes.children import die_with
-from controller.processes.console import say, warn
+from controller.adapters.embedded.server import EmbeddedServer
+from controller.processes.children import run_module
+from controller.processes.console import print_line, warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.observability.scrape_targets import TargetGroup, file_sd, rule_files, target_groups
 from controller.processes.operator_client import reachable
@@ -39,7 +33,7 @@ from events.observations import IntrusionRefused
 from events.process.presence import present
 
 Start = Callable[[int], Coroutine[object, object, EmbeddedServer]]
-"""Starts the server on a port; 0: any free port."""
+"""Starts the server on a given port; port 0 means any free port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +46,17 @@ class KeepingPolicy:
     wait_max_s: float = 10.0
 
 
+@dataclass(eq=False)
 class KeptServer:
     """Keeps one embedded server running: starts it again whenever it ends or is stuck."""
 
-    def __init__(
-        self,
-        start: Start,
-        announce: Callable[[EmbeddedServer], None],
-        stuck: Callable[[EmbeddedServer], bool] = lambda server: False,
-        policy: KeepingPolicy = KeepingPolicy(),
-    ) -> None:
-        self._policy = policy
-        self._start = start
-        self._stuck = stuck  # returns whether a running server must be restarted
-        self._announce = announce  # called after each start
+    start: Start
+    announce: Callable[[EmbeddedServer], None]  # called after each start
+    # returns whether a running server must be restarted
+    stuck: Callable[[EmbeddedServer], bool] = lambda server: False
+    policy: KeepingPolicy = KeepingPolicy()
+
+    def __post_init__(self) -> None:
         self._server: EmbeddedServer | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -75,14 +66,14 @@ class KeptServer:
         return self._server.log if self._server is not None else None
 
     async def begin(self) -> EmbeddedServer:
-        """Start the server for the first time, and supervise it from then on. Raise ServerFailed."""
-        server = self._server = await self._start(0)
-        self._announce(server)
+        """Start the server for the first time, and supervise it from then on. Raise ServerFailed if it does not start."""
+        server = self._server = await self.start(0)
+        self.announce(server)
         self._keeping = asyncio.create_task(self._keep(server), name=f"keep-{server.role}")
         return server
 
     def check(self) -> None:
-        """Raise the error that ended the supervision. Do nothing if the supervision runs."""
+        """Raise the error that ended the background supervision. Do nothing if the supervision still runs."""
         if self._keeping is not None and self._keeping.done():
             self._keeping.result()
 
@@ -90,34 +81,34 @@ class KeptServer:
         while True:
             await self._end_of(server)
             server = self._server = await self._again(server)
-            self._announce(server)
+            self.announce(server)
 
     async def _end_of(self, server: EmbeddedServer) -> None:
         """Wait until the server has ended. If the server is stuck, stop it."""
         for look in itertools.count(1):
-            await asyncio.sleep(self._policy.look_s)
+            await asyncio.sleep(self.policy.look_s)
             if not server.running:
                 return warn(f"{server.role} ended; starting it again")
-            if look % self._policy.looks_per_checkup == 0 and self._stuck(server):
+            if look % self.policy.looks_per_checkup == 0 and self.stuck(server):
                 warn(f"{server.role} is stuck; starting it again")
                 await server.stop()
                 return None
 
     async def _again(self, server: EmbeddedServer) -> EmbeddedServer:
         """Start the server on its old port, and retry until this succeeds, because the kernel may free the port only later."""
-        wait_s, failures = self._policy.wait_min_s, 0
+        wait_s, failures = self.policy.wait_min_s, 0
         while True:
             try:
-                return await self._start(server.port)
+                return await self.start(server.port)
             except (HoldfastError, OSError) as error:
                 failures += 1
                 if failures > 1:  # the first failure may only mean that the port is not free yet
                     warn(f"{server.role} does not start: {error}")
             await asyncio.sleep(wait_s)
-            wait_s = min(wait_s * 2, self._policy.wait_max_s)
+            wait_s = min(wait_s * 2, self.policy.wait_max_s)
 
     async def stop(self) -> None:
-        """Stop the server gracefully."""
+        """Stop the server gracefully. Do nothing if it was not started."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait({self._keeping})
@@ -131,12 +122,13 @@ LOOK_EVERY_S = 2.0
 class FleetBroker:
     """The broker of a fleet: an embedded broker with its users and permissions, or an external one.
 
-    The embedded broker has a user for each role and for each worker process. The users authenticate by nkeys, which have their
-    seeds in DIR/secrets/nats. A process that joins later writes its own seed there, and the broker accepts it soon after. What
-    the broker refuses is reported on the terminal and on the journal. An external broker has the users that its operator
-    configured.
+    The embedded broker has a user for each role and for each worker process. The users authenticate by nkeys. Their private keys
+    (seeds) are in DIR/secrets/nats. A process that joins later writes its own seed there, and the broker soon accepts the new
+    user. Requests that the broker refuses are reported on the terminal and on the journal. An external broker has the users that
+    its operator configured.
 
-    `url` is set when the broker has started. Each process derives its own user from this URL.
+    `url` is the URL of the broker, and is empty until an embedded broker has started. Each process derives the URL of its own
+    user from this URL.
     """
 
     def __init__(
@@ -160,10 +152,11 @@ class FleetBroker:
         self.server = KeptServer(self._start, self._began, Stuck())
 
     async def begin(self, processes: Iterable[str]) -> None:
-        """Start the embedded broker with users for all roles and for these worker processes. For an external broker, check that
-        it answers.
+        """Start the embedded broker, or check that the external broker answers.
 
-        Raise ServerFailed, Unreachable, BadSetting or OSError.
+        The embedded broker gets users for all roles and for the worker processes in `processes`. Raise ServerFailed if the
+        embedded broker does not start, and Unreachable if the external one does not answer. Raise BadSetting for an invalid seed
+        file, and OSError if a file cannot be written.
         """
         if not self._embedded:
             await reachable(self.url)
@@ -172,15 +165,19 @@ class FleetBroker:
         self.url = with_keys((await self.server.begin()).url, self._users.folder)
 
     def admit(self, process: str) -> None:
-        """Create the broker user of one more worker process, before the process starts. Raise OSError or what `written`
-        raises."""
+        """Create the broker user of one more worker process, before the process starts.
+
+        Raise OSError if a file cannot be written, BadSetting if a user's file holds no valid seed.
+        """
         if self._embedded:
             self._users.make((process,))
             self._reload_users()
 
-    def hear(self, fact: Fact) -> None:
-        """If the fact ejects a sender, withdraw the sender's broker account. A process that replaces it gets a new seed by
-        `admit`."""
+    def receive(self, fact: Fact) -> None:
+        """If the fact ejects a worker for an intrusion attempt, withdraw the broker account with which the attempt was made.
+
+        The process that replaces the worker gets a new account by `admit`.
+        """
         if self._embedded and isinstance(fact, IntrusionRefused) and fact.eject and workers_of(fact.who):
             for user in self._users.withdraw(fact.who, fact.worker):
                 warn(f"withdrew the broker account of {user}: it tried to {fact.tried}")
@@ -199,7 +196,7 @@ class FleetBroker:
         self._present(server)
 
     def check(self) -> None:
-        """Let the broker accept users that were added since the last call, and report what it refused.
+        """Make the broker accept users that were added since the last call, and report the requests that it refused.
 
         Raise the error that ended the supervision of the server. Call this often.
         """
@@ -224,10 +221,6 @@ class FleetBroker:
                     warn(f"the broker refused {one.client} {one.times} times; first attempt: to {one.tried}")
                     self._tell(IntrusionRefused(who=one.client, tried=one.tried, times=one.times))
 
-    async def stop(self) -> None:
-        """Stop the embedded broker gracefully. Does nothing for an external broker."""
-        await self.server.stop()
-
 
 VARIABLE = "HOLDFAST_DATABASE_URL"
 
@@ -239,8 +232,7 @@ class FleetDatabase:
         writer   the projector
         reader   controllers, frontends and planners; `holdfast database reader` prints it
 
-    The list shows the database accounts and which process uses them. An external database has one account for all: the one in
-    its URL.
+    The list shows what uses each database account. An external database has one account for all: the one in its URL.
     """
 
     def __init__(self, directory: FleetDir, url: str, present: Callable[[EmbeddedServer], None]) -> None:
@@ -251,7 +243,10 @@ class FleetDatabase:
         self.server = KeptServer(self._start, present)
 
     async def begin(self) -> None:
-        """Start the embedded database. Does nothing if the database is external. Raise ServerFailed."""
+        """Start the embedded database. Do nothing for an external database.
+
+        Raise ServerFailed if the embedded database does not start.
+        """
         if self.embedded:
             server = await self.server.begin()
             assert self._accounts is not None
@@ -263,12 +258,14 @@ class FleetDatabase:
         return await start_postgres(self._directory.postgres, port=port, accounts=self._accounts)
 
     def known(self) -> dict[str, str]:
-        """Return the database URLs that the fleet's other commands use: the reader's, and the owner's for a rebuild."""
+        """Return the database URLs for other `holdfast` commands: the reader's, and the owner's for a rebuild."""
         return {"database_url": self.urls.reader, "database_owner_url": self.urls.owner}
 
     def environment(self, role: str) -> dict[str, str]:
-        """Return the environment variable with the database URL of a role. It is empty for other roles, so that they do not
-        inherit `up`'s value."""
+        """Return the environment variable that holds the database URL of a role.
+
+        For a role without database access the value is empty, so that the process does not inherit the value of `up`.
+        """
         url_of = {
             "projector": self.urls.writer,
             **dict.fromkeys(("controller", "frontend", "planner"), self.urls.reader),
@@ -276,49 +273,27 @@ class FleetDatabase:
         return {VARIABLE: url_of.get(role, "")}
 
     async def migrate(self) -> tuple[int, str] | None:
-        """Migrate the schema in a child process, so that this process need not import what the migration needs. Raise
-        HoldfastError.
+        """Migrate the schema in a child process, so that this process need not import the migration's modules.
 
-        Return the last event that the database has folded, as a stream sequence and a ce-id. Return None if it has folded no
-        event.
+        Return the stream sequence and the CloudEvents id of the last event that was applied to the database, or None if there is
+        no such event. Raise HoldfastError if the migration fails.
         """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            # not passed as an argument, because `ps` shows arguments to all users
-            env={**os.environ, VARIABLE: self.urls.owner},
-            preexec_fn=die_with(os.getpid()),
+        # the URL is not an argument, because `ps` shows arguments to all users
+        output = await run_module(
+            "controller.adapters.postgres.migrate", environment={VARIABLE: self.urls.owner}
         )
-        try:
-            (
-                output,
-                errors,
-            ) = await process.communicate()  # no timeout is needed, because the child has its own deadline
-        finally:
-            if process.returncode is None:  # this call was cancelled, so no caller waits for the child
-                process.kill()
-        if process.returncode:
-            raise HoldfastError(
-                errors.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
-            )
-        place = json.loads(output.decode().strip().splitlines()[-1])
+        place = json.loads(output.splitlines()[-1])
         return (place[0], place[1]) if place else None
 
     async def put_aside(self, name: str) -> None:
-        """Rename the schema to `name`, so that its rows stay readable, and create a new schema. Raise HoldfastError."""
+        """Rename the schema to `name`, so that its rows stay readable, and create a new, empty schema in its place.
+
+        Raise HoldfastError if that fails.
+        """
         from controller.adapters.postgres.migrate import rename
 
         await rename(self.urls.owner, name)
         await self.migrate()
-
-    def check(self) -> None:
-        """Raise the error that ended the supervision of the server. Do nothing if the supervision runs."""
-        self.server.check()
-
-    async def stop(self) -> None:
-        """Stop the embedded database gracefully. Does nothing for an external database."""
-        await self.server.stop()
 
 
 WRITE_EVERY_S = 2.0
@@ -328,7 +303,7 @@ class FleetPrometheus:
     """The Prometheus server of `holdfast up --observability`, which scrapes every process and loads alert rules.
 
     Prometheus reads its targets from a file, which is rewritten when processes start or stop. The fleet does not depend on
-    Prometheus. If it is not installed or does not start, that is reported and has no other effect.
+    Prometheus. If Prometheus is not installed or does not start, this is reported and has no other effect.
     """
 
     def __init__(self, data: Path, announce: Callable[[EmbeddedServer], None]) -> None:
@@ -349,7 +324,7 @@ class FleetPrometheus:
         except (HoldfastError, OSError) as error:
             return warn(f"Prometheus is not running: {error}")
         self._begun = True
-        say(
+        print_line(
             f"  Prometheus at {server.url}{'' if alert_rules() else ' (without alert rules, which are only in the source tree)'}"
         )
 
@@ -377,7 +352,3 @@ class FleetPrometheus:
         fresh.write_text(json.dumps(groups, indent=2))
         fresh.replace(self._targets)
         self._written = groups
-
-    async def stop(self) -> None:
-        """Stop the server gracefully. Does nothing if it was not started."""
-        await self.server.stop()

@@ -4,7 +4,7 @@
             └─▶ database ─▶ migrations ─▶ projector
 
 The arrows show the order of the start. Parts start concurrently where possible. A part that dies is restarted on the same
-address. The supervisor receives the exit status of a worker that died, and records its death on the journal.
+address. The supervisor receives the exit status of a worker process that died, and records the death on the journal.
 """
 
 import argparse
@@ -13,12 +13,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Coroutine
 from typing import Any
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.processes.children import Child, reap_orphan, shell_status, stop_all, trim
-from controller.processes.console import say, warn
+from controller.processes.console import print_line, warn
 from controller.processes.fleet_dir import FleetDir, restrict
 from controller.processes.operator_client import http_ok
 from controller.processes.process_plan import database_processes, frontend_grace_s, names, plan, spare_names
@@ -37,6 +36,7 @@ from events.journal.port import JournalUnavailable
 from events.nats.urls import as_user
 from events.process import descriptors
 from events.process.presence import announce, present
+from events.process.stopping import run_until
 from workers.exits import USAGE
 
 POLL_S = 0.05
@@ -106,7 +106,8 @@ class FleetSupervisor:
             for number in (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))):
                 loop.add_signal_handler(number, self.stopping.set)
             try:
-                await self._unless_stopped(self._begin(began))
+                # so a database that does not answer does not block Ctrl-C
+                await run_until(self.stopping, self._begin(began), leave_s=STOP_GRACE_S)
                 await self._supervise()
                 return 0
             finally:
@@ -125,18 +126,6 @@ class FleetSupervisor:
         self.readiness.begin()
         await self._start()
         await self._until_ready(began)
-
-    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> None:
-        """Run `work`, and cancel it if the fleet is stopped. So a database that does not answer does not block Ctrl-C."""
-        doing = asyncio.create_task(work)
-        stopped = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done() and not doing.done():
-            doing.cancel()
-            await asyncio.wait({doing}, timeout=STOP_GRACE_S)
-            return
-        stopped.cancel()
-        await doing
 
     async def _start(self) -> None:
         self.key = fleet_key.key_file(self.key, self.dir.key)
@@ -161,7 +150,10 @@ class FleetSupervisor:
             self._add(child)
 
     def _remember(self) -> None:
-        """Store the fleet's addresses for other commands. Called whenever another address is known."""
+        """Store the fleet's addresses for other commands.
+
+        Called after the broker has started, and again after the database has started.
+        """
         self.dir.remember(
             url=self.url,
             nats_url=self.broker.url,
@@ -182,12 +174,14 @@ class FleetSupervisor:
         await journal_recovery.accept(self._supervisor_url, self.dir.spools, self.database, place)
 
     async def _check_history(self, place: tuple[int, str] | None) -> None:
-        """Raise JournalLost if the database has folded another journal."""
+        """Raise JournalLost if the journal lacks an acknowledged event or the last event in the database (`place`).
+
+        With --accept-journal, nothing is checked.
+        """
         from controller.processes import journal_recovery
 
-        if (
-            not self.args.accept_journal
-        ):  # with --accept-journal, the projection of another journal was set aside before
+        # with --accept-journal, the projection of another journal was set aside before
+        if not self.args.accept_journal:
             await journal_recovery.refuse_lost(self.journal, self.dir.spools, place)
 
     def _present(self, server: EmbeddedServer) -> None:
@@ -205,9 +199,8 @@ class FleetSupervisor:
         servers |= self.database.environment(child.role)
         try:
             child.start({**servers, **self.exits.begins(child)})
-        except (
-            OSError
-        ) as error:  # no process, memory or disk space is free; the start is retried after the back-off
+        # no process, memory or disk space is free; the start is retried after the back-off
+        except OSError as error:
             if not self.ready:
                 raise HoldfastError(f"cannot start {child.name}: {error}") from error
             child.rest()
@@ -225,8 +218,10 @@ class FleetSupervisor:
         self._following = asyncio.create_task(self._follow(after))
 
     async def _follow(self, after: int | None) -> None:
-        """Follow the journal after the sequence `after`, or from its end. React to scaling proposals, ejected senders and
-        dead workers."""
+        """Follow the journal after the sequence `after`; None means from its end.
+
+        Pass each event to the parts that react to scaling proposals, intrusion attempts and dead workers.
+        """
         why = ""
         while True:
             try:
@@ -234,9 +229,9 @@ class FleetSupervisor:
                 async for batch in self.journal.read(after):
                     children = {child.pid: child.name for child in self.children if child.pid is not None}
                     for recorded in batch:
-                        self.exits.hear(recorded.fact, children)
-                        self.broker.hear(recorded.fact)
-                        self.scaling.hear(recorded)
+                        self.exits.receive(recorded.fact, children)
+                        self.broker.receive(recorded.fact)
+                        self.scaling.receive(recorded)
                     after, why = batch[-1].seq, ""
             except JournalUnavailable:
                 pass  # the connection is being restored
@@ -257,10 +252,10 @@ class FleetSupervisor:
             await asyncio.sleep(POLL_S)
         self.ready = True
         self.scaling.begin(watch.kept)
-        say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {watch.there}")
-        say(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
+        print_line(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {watch.there}")
+        print_line(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
         if consoles := [one.console for one in present(self.dir.path) if one.console]:
-            say(f"  in a browser: {consoles[0]}")
+            print_line(f"  in a browser: {consoles[0]}")
         if self.args.observability:
             await self.prometheus.begin()
 
@@ -285,6 +280,7 @@ class FleetSupervisor:
 
     def _check_parts(self) -> None:
         """Handle processes that have ended, and start processes that are due to be started."""
+        database = self.database.server
         self.scaling.tend(time.monotonic())
         for child in list(self.children):
             status = child.ended()
@@ -295,7 +291,7 @@ class FleetSupervisor:
             if child.due():
                 self._spawn(child)
         self.broker.check()
-        self.database.check()
+        database.check()
         self.prometheus.tend()
         self.readiness.check()
 
@@ -308,7 +304,7 @@ class FleetSupervisor:
 
     def _ended(self, child: Child, status: int) -> None:
         if not child.restart:  # the process was stopped by scaling
-            say(self.scaling.left(child, status))
+            print_line(self.scaling.left(child, status))
             return self.exits.ended(child, status)
         self._check_start(child, status)
         warn(f"{child.name} ended with status {shell_status(status)}; starting it again")
@@ -337,11 +333,12 @@ class FleetSupervisor:
 
     async def _stop(self) -> None:
         """Stop in order: first the planner and the frontends, then workers, controllers, notifier, projector and servers."""
+        broker, database, prometheus = self.broker.server, self.database.server, self.prometheus.server
         await self.readiness.end()
         if self.ready:
-            say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
+            print_line(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         await self.rebuilder.stop()
-        await self.prometheus.stop()
+        await prometheus.stop()
         for role in ("planner", "frontend", "worker", "controller", "notifier", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await stop_all(
@@ -355,6 +352,6 @@ class FleetSupervisor:
                 await watch.stop()
         if self.journal is not None:
             await self.journal.close()
-        await self.database.stop()
-        await self.broker.stop()
+        await database.stop()
+        await broker.stop()
         (self.dir.path / "fleet.json").unlink(missing_ok=True)

@@ -92,7 +92,7 @@ def _key_conflicts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_front_port(args: argparse.Namespace) -> FrontendSettings:
-    """Return the frontends' settings from flags and environment.
+    """Check the frontends' settings from flags and environment, and return them.
 
     Raise BadSetting if the port is open to other hosts without API keys, or if a key file or certificate cannot be used.
     """
@@ -108,7 +108,7 @@ def check_front_port(args: argparse.Namespace) -> FrontendSettings:
 
 
 def check_deadline_tiers(args: argparse.Namespace, settings: FrontendSettings) -> None:
-    """Raise UsageError if a deadline is set for an unknown tier, because no request would ever get it."""
+    """Raise UsageError if a deadline is set for an unknown tier, because the deadline would apply to no request."""
     tiers = tier_names(args, os.environ)
     if odd := [tier for tier in settings.ttft_deadlines if tiers is not None and tier not in tiers]:
         raise UsageError(f"--ttft-deadlines: unknown tier {odd[0]!r}; the tiers are {', '.join(tiers or ())}")
@@ -127,9 +127,10 @@ class PortTaken(HoldfastError):
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """Return a socket that keeps any other `holdfast up` off this port while it is open. Raise PortTaken or HoldfastError.
+    """Return a socket that reserves the port: while it is open, no other `holdfast up` can use the port.
 
-    The socket is needed because the kernel would let two fleets share the port of their frontends.
+    Without the reservation, the kernel would let two fleets share the port of their frontends. Raise PortTaken if another
+    process uses the port, or HoldfastError if the port cannot be used for another reason.
     """
     held = _name(host, port)
     try:

@@ -5,15 +5,15 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from controller import common_flags
 from controller.config.flags import add_flags, as_variables, gather
 from controller.config.variables import PREFIX, WORKER_PREFIX
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for
-from controller.processes.flag_types import Options, not_negative, option, port, positive
-from controller.processes.ladder_flags import OBJECTIVES, add_ladder_flags, ladder_variables
+from controller.processes.flag_types import Options, count_to, not_negative, option, port, positive
+from controller.processes.ladder_flags import LADDER_FLAGS, OBJECTIVES, ladder_variables
 from controller.processes.notifying.webhook_flags import FLAGS as WEBHOOK_FLAGS
-from controller.processes.notifying.webhook_flags import add_webhook_flags
 from events.journal.retention import JournalBounds
 
 WORKERS_MAX = 10_000
@@ -25,7 +25,7 @@ OWN = (
     "park", "park_s", "console_actions", "model_folders", "admission.first_token_s", "admission.first_token_s_per_1k",
     "stream.early_head_s",
     "api_key_file", "insecure", "tls_cert", "tls_key", "admin_key_file",
-    "cors_origins", "model_aliases",
+    "cors_origins", "model_aliases", "tool_call_parsers", "reasoning_parsers",
     "stall.pace_factor", "stall.floor_s", "stall.ceiling_s",
 )  # fields of the frontend's own settings with a flag  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
@@ -34,12 +34,7 @@ PATIENT_S, READY_S = 1800.0, 60.0
 PLANES = ("tcp", "nats")
 AUTO = "auto"
 EACH: Options = {"action": "append", "default": []}  # a repeatable flag
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= WORKERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WORKERS_MAX}")
-    return int(text)
+_count = count_to(WORKERS_MAX)
 
 
 def _spares(text: str) -> int | str:
@@ -119,7 +114,7 @@ VARIABLES: Mapping[str, str] = {
     "--engine": f"{WORKER_PREFIX}ENGINE",
     "--model": f"{WORKER_PREFIX}MODEL",
 }
-"""Variables that take precedence over a default of `up`, because the part itself would read them."""
+"""For each flag, the environment variable that replaces its default. A process that `up` starts reads the same variable."""
 SETTINGS: Mapping[str, str] = {
     "--data": "data",
     "--host": "frontend.host",
@@ -138,7 +133,7 @@ SETTINGS: Mapping[str, str] = {
     **dict.fromkeys(WEBHOOK_FLAGS, "notifier.webhooks"),
     "--chaos": "controller.chaos",
 }
-"""The settings that flags of another name set. --planner-mode is none of them: `off` is no mode of a planner."""
+"""The setting of each flag that has another name than its setting. --planner-mode is missing: `off` is no mode of a planner."""
 TRUE = ("1", "true", "yes", "on", "y", "t")  # the texts that pydantic reads as true
 
 ACCEPT = "continue with the journal as it is, although this directory or its database remembers another one"
@@ -146,15 +141,15 @@ CHAOS = "allow `holdfast chaos`, for rehearsals only, never in production"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `up`: its own, and those of the frontends, the ladder, the router, the journal and the webhooks."""
+    """Add the flags of `up`: its own, and those for frontends, degradation, the router, the journal and webhooks."""
     for flag, options in FLAGS.items():
         preset = os.environ.get(VARIABLES.get(flag, "")) or None
         parser.add_argument(flag, **(options if preset is None else {**options, "default": preset}))
     add_flags(parser, FrontendSettings, only=OWN)
-    add_ladder_flags(parser)
+    common_flags.add_flags(parser, LADDER_FLAGS)
     add_router_flags(parser)
     add_flags(parser, JournalSection)
-    add_webhook_flags(parser)
+    common_flags.add_flags(parser, WEBHOOK_FLAGS)
     parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
     chaos = os.environ.get(f"{PREFIX}CONTROLLER__CHAOS", "").lower() in TRUE
     parser.add_argument("--chaos", action="store_true", default=chaos, help=CHAOS)
@@ -182,20 +177,22 @@ def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
 
 
 def controller_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the flags of the journal's bounds and of the degradation ladder as environment variables of the controllers.
-    Raise UsageError."""
+    """Return the flags for journal bounds, objectives and tiers as environment variables of the controllers.
+
+    Raise UsageError if the flags contradict one another.
+    """
     return as_variables("controller", JournalSection, vars(args)) | ladder_variables(args, os.environ)
 
 
 def journal_bounds(args: argparse.Namespace) -> JournalBounds:
-    """Return the journal's bounds from flags and environment. Raise BadSetting."""
+    """Return the journal's bounds of size and age from flags and environment. Raise BadSetting if a value is invalid."""
     of_journal = f"{PREFIX}CONTROLLER__JOURNAL__"
     environment = {name: value for name, value in os.environ.items() if name.startswith(of_journal)}
     return gather(JournalSection, "controller", vars(args), environment).journal.bounds()
 
 
 def ready_timeout_s(args: argparse.Namespace) -> float:
-    """Return the timeout in seconds until the first worker must be ready."""
+    """Return within how many seconds the first worker must be ready."""
     return float(args.ready_timeout or (PATIENT_S if args.engine in PATIENT else READY_S))
 
 

@@ -22,8 +22,9 @@ GRACE_S = 5.0  # time for a worker to clean up or abort
 
 
 def exit_fact(worker: str, instance: str, status: int) -> WorkerLeft | None:
-    """Return the fact to record for a worker that ended with this status. Return None if the worker has recorded its exit
-    itself."""
+    """Return the fact that records the end of a worker, or None if the worker has recorded its exit itself.
+
+    `status` is the exit status of the process, as `subprocess` returns it."""
     if status in (0, FAILED):
         return None
     mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
@@ -31,7 +32,11 @@ def exit_fact(worker: str, instance: str, status: int) -> WorkerLeft | None:
 
 
 def lives(child: Child, instance: str) -> list[tuple[str, str]]:
-    """Return each worker of a process with its first instance. Later instances are assigned by `workers.worker_group`."""
+    """Return the name and the first instance id of each worker of a process that is about to start.
+
+    `instance` is the id that was assigned to the process. If the process runs several workers, the workers' ids begin with
+    `instance`. When one of these workers restarts within the process, `workers.worker_group` assigns its next id.
+    """
     if child.workers == 1:
         return [(child.name, instance)]
     first = int(child.name.removeprefix("w"))
@@ -39,21 +44,21 @@ def lives(child: Child, instance: str) -> list[tuple[str, str]]:
 
 
 class WorkerExits:
-    """Tracks the instances of all worker processes, records their exits, and ends processes of dead workers."""
+    """Tracks the instances of all worker processes, records their exits, and ends the processes of dead workers."""
 
     def __init__(self, observe: Callable[[WorkerLeft], object]) -> None:
         self._observe = observe
-        self._lives: dict[
-            str, dict[str, str]
-        ] = {}  # worker process -> its workers -> their current instances
+        # worker process -> its workers -> their current instances
+        self._lives: dict[str, dict[str, str]] = {}
         self._dead: dict[str, str] = {}  # instance -> why it was declared dead
-        self._ending: dict[
-            str, float
-        ] = {}  # worker process -> deadline for ending by itself, in monotonic seconds
+        # worker process -> deadline for ending by itself, in monotonic seconds
+        self._ending: dict[str, float] = {}
 
     def begins(self, child: Child) -> Mapping[str, str]:
-        """Return the environment variables that set the instance of a process that is about to start. Empty if it is not a
-        worker process."""
+        """Assign a new instance id to a process that is about to start, and return the id as an environment variable.
+
+        The result is empty if the process is not a worker process.
+        """
         if child.role != "worker":
             return {}
         instance = new_id()
@@ -62,20 +67,24 @@ class WorkerExits:
         return {"HOLDFAST_WORKER_INSTANCE": instance}
 
     def ended(self, child: Child, status: int) -> None:
-        """Record which workers left because a process ended with this subprocess exit status."""
+        """Record which workers left because their process ended.
+
+        `status` is the exit status of the process, as `subprocess` returns it.
+        """
         if child.role == "worker":
             for worker, instance in self._lives[child.name].items():
                 if fact := exit_fact(worker, instance, status):
                     self._observe(fact)
             self._forget(child)
 
-    def hear(self, fact: Fact, children: Mapping[int, str]) -> None:
-        """Update instances and dead workers with a fact of the journal. `children` has the names of the fleet's processes by
-        pid."""
+    def receive(self, fact: Fact, children: Mapping[int, str]) -> None:
+        """Update the known instances and dead workers with a fact of the journal.
+
+        `children` maps pids to the names of the fleet's processes.
+        """
         match fact:
-            case WorkerJoined() if (
-                fact.pid in children
-            ):  # a worker of `workers.worker_group` has got a new instance
+            # a worker of `workers.worker_group` has got a new instance
+            case WorkerJoined() if fact.pid in children:
                 own = self._lives.get(children[fact.pid], {})
                 if fact.worker in own:
                     self._dead.pop(own[fact.worker], None)

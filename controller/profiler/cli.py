@@ -94,9 +94,9 @@ async def _measure(target: ProfiledEngine, args: argparse.Namespace) -> Measurin
 
 @contextmanager
 def _progress(what: str, steps: int) -> Iterator[OnMeasurement]:
-    """Show the progress of the sweep, as a bar on a terminal and otherwise as one line per measured point.
+    """Show the progress of the measurements, on a terminal as a bar and otherwise as one line per measured point.
 
-    Yields the function that is called before each measurement.
+    Yield the function that must be called before each measurement.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -126,7 +126,7 @@ def _lines() -> Callable[[str], None]:
 
 
 def _write(path: Path, made: dict[str, Array]) -> None:
-    """Write a profile to a file atomically. Raise ProfileUnwritable."""
+    """Write a profile to a file atomically. Raise ProfileUnwritable if the file cannot be written."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -138,7 +138,7 @@ def _write(path: Path, made: dict[str, Array]) -> None:
 
 
 def _show(model: str, measured: Measuring, console: Console) -> None:
-    """Print the measured times of prompts and batches as tables, and what was left out."""
+    """Print the measured times of prompts and batches as tables. Then print why measurements were left out."""
     table = Table(title=f"{model}: first token of a prompt")
     for name in ("prompt tokens", "ms", "tokens/s"):
         table.add_column(name, justify="right")

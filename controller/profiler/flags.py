@@ -1,4 +1,4 @@
-"""Flags of `holdfast profile`, and the sweep that they describe."""
+"""Flags of `holdfast profile`, and the points to measure (`Sweep`) that the flags select."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ BESIDE = 3  # factor on the repeats of the "beside" measurement, which is short 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The points that are measured: prompt lengths, batch sizes and context lengths, and the repeats of each."""
+    """The points to measure: prompt lengths, batch sizes and context lengths, and how often each point is measured."""
 
     lengths: Sequence[int] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
@@ -33,7 +33,7 @@ class Sweep:
 
     @property
     def steps(self) -> int:
-        """Number of measurements, if none is left out."""
+        """Number of measurements if no point is left out."""
         return self.repeats * (len(self.lengths) + len(self.batches) * len(self.contexts) + BESIDE)
 
 

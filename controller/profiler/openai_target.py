@@ -1,8 +1,9 @@
 """Measures an OpenAI-compatible server or a Holdfast frontend, by streamed completions over HTTP.
 
-Prompts are token ids if the server accepts them. Otherwise they are words, about as many as give the wanted number of tokens, and
-the server's own count gives the exact number. A token that leaves a character incomplete causes no event. So the number of an
-answer's tokens comes from the `usage` at its end, and events only give their times.
+If the server accepts token ids, prompts are token ids. Otherwise a prompt is a text of about the wanted number of tokens, and the
+server reports how many tokens the text has. A server sends no event for a token that ends in the middle of a character, so an
+answer can have more tokens than events. Events therefore only provide times. The number of tokens is read from the `usage` at the
+end of the answer.
 """
 
 import asyncio
@@ -11,9 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefused
-from controller.trace.replay.connection import now
-from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
-from controller.trace.replay.response import Now
+from controller.trace.replay.endpoint import BadEndpoint, Now, ReplayTarget, now, words
 
 ANSWER_S_MAX = 3600.0  # of a whole answer; callers limit the time between two events
 CLOSE_S_MAX = 10.0
@@ -25,7 +24,7 @@ WORDS = ("river", "seven", "copper", "morning", "engine", "quiet", "ladder", "pa
 
 
 class OpenAITarget:
-    """Connects to one OpenAI-compatible server that is measured. Times are read from the clock `now`."""
+    """Connects to the OpenAI-compatible server that is measured. Times are read from the clock `now`."""
 
     def __init__(self, url: str, key: str = "", model: str = "", now: Now = now) -> None:
         self.name = model
@@ -38,7 +37,11 @@ class OpenAITarget:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Select the model, and detect whether the server accepts token ids or only text. Raise CannotMeasure."""
+        """Select the model, and detect whether the server accepts token ids or only text.
+
+        Raise CannotMeasure if the server does not have the requested model, or if its answers are not those of an
+        OpenAI-compatible server.
+        """
         try:
             about = await self._target.model(self.name)
         except BadEndpoint as error:
@@ -69,7 +72,10 @@ class OpenAITarget:
         return True
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Request a completion of `tokens` tokens, and return its stream. A text-only server gets words of similar length."""
+        """Request a completion of `tokens` tokens, and return its stream.
+
+        A server that accepts only text gets a text of about as many tokens as `prompt` has.
+        """
         stream = ProfiledStream(self._now())
         stream.prompt_tokens = 0 if self._words_per_token else len(prompt)
         body = {
@@ -87,7 +93,7 @@ class OpenAITarget:
         return stream
 
     def _text(self, prompt: Sequence[int]) -> str:
-        """Return a text for these token ids, of about as many tokens. Each id selects one of ten words."""
+        """Return a text of about as many tokens as `prompt` has. Each token id of `prompt` selects one of ten words."""
         count = max(1, round(len(prompt) * self._words_per_token))
         return " ".join(WORDS[prompt[n % len(prompt)] % len(WORDS)] for n in range(count))
 
@@ -124,7 +130,7 @@ class OpenAITarget:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S_MAX)
-        self._target.close()
+        await self._target.close()
 
 
 def _take(stream: ProfiledStream, reported: dict[str, Any], at: float) -> None:

@@ -2,18 +2,20 @@
 
     prefill_isl[n]  ─▶ prefill_ttft_ms[n]                                  prompt tokens ─▶ ms to the first token
     decode_active_kv_tokens[a] × decode_context_length[c] ─▶ decode_itl[a, c]     ms between two tokens
-    pass_ms                                                                ms of fixed cost of a pass, included in both
+    pass_ms                                                                ms of fixed cost of a forward pass, included in both
 
 The format is that of NVIDIA Dynamo's mocker: all arrays are float64, axes strictly increase, and readers interpolate linearly.
 `pass_ms` is an extension, which Dynamo ignores.
 
-A sweep measures batches of several sizes at several context lengths. The duration of a decode step is nearly linear in the batch
-size and the context length. It is not linear in the active tokens and the context length, because the batch size is their
-quotient. So values are interpolated by batch size and context length, and written on a finer grid than the measured one, which
-starts at a single token. Readers extrapolate from the edge of the grid. So below one request, and below the shortest measured
-context, the time is constant. Above the largest measured batch the last line continues, but never downwards.
+Batches of several sizes are measured at several context lengths. The duration of a decode step is nearly linear in the batch size
+and the context length. The batch size is the number of active tokens divided by the context length. So the duration is not linear
+in active tokens and context length. Values are therefore interpolated by batch size and context length, and then written on a
+finer grid of active tokens and context lengths. Both axes of the written grid start at one token or less, because readers
+extrapolate from the edge of the grid. Below the smallest measured batch, and below the shortest measured context, the time is
+constant. Above the largest measured batch, the line through the last two points continues, but never downwards.
 
-Other work on the machine can only add time. So the time of a prompt is at most the time measured for any longer prompt.
+A short prompt takes no longer than a long one. If the measurements show otherwise, other work on the machine has added time. So
+the written time of a prompt is the shortest time measured for this prompt or for a longer one.
 """
 
 from collections.abc import Sequence
@@ -63,7 +65,10 @@ class BesidePoint:
 def arrays(
     prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint], beside: Sequence[BesidePoint] = ()
 ) -> dict[str, Array]:
-    """Return the arrays of a profile by name, without `pass_ms` if `beside` is empty. Raise TooFewPoints."""
+    """Return the arrays of a profile by name, without `pass_ms` if `beside` is empty.
+
+    Raise TooFewPoints if fewer than two prompt lengths or fewer than two context lengths were measured.
+    """
     isl, ttft = _curve([(point.tokens, point.ttft_ms) for point in prefill])
     ttft = np.minimum.accumulate(ttft[::-1])[::-1]
     if len(isl) < 2:
@@ -85,9 +90,11 @@ def arrays(
 
 
 def _pass_ms(beside: Sequence[BesidePoint], isl: Array, ttft: Array) -> float:
-    """Return the fixed cost of a pass: the time in ms that is saved if a prompt and a token are computed in one pass.
+    """Return the fixed cost of a forward pass in ms.
 
-    `isl` and `ttft` give the time of a prompt alone. The result is at most the time of either alone, and at least 0.
+    This is the time that is saved by computing a prompt and a token in one pass instead of two. `isl` holds prompt lengths in
+    tokens. For each length, `ttft` holds the ms of a pass that computes only one such prompt. The result is at least 0. It is at
+    most the time of a pass with only a prompt or only a token, whichever is shorter.
     """
     alone = [float(np.interp(point.tokens, isl, ttft)) for point in beside]
     saved = [ms + point.other_ms - point.step_ms for ms, point in zip(alone, beside, strict=True)]
@@ -99,9 +106,10 @@ _Column = tuple[float, Array, Array]  # context length, batch sizes, time betwee
 
 
 def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
-    """Return one column per context length of the sweep, sorted by the actual mean context length.
+    """Return one column per context length of the sweep, sorted by the mean of the measured context lengths.
 
-    Of columns with nearly equal lengths, only the first is kept.
+    A column holds this mean, the batch sizes, and the ms between tokens for each batch size. If the means of two neighbouring
+    columns are nearly equal, the later column is left out.
     """
     found: dict[int, list[DecodePoint]] = {}
     for point in decode:
@@ -126,7 +134,10 @@ def _curve(pairs: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
 
 
 def _axis(measured: Sequence[float]) -> Array:
-    """Return an axis that contains the measured values and GRID geometrically spaced values, from 1 or less to the largest."""
+    """Return the points of an axis: the measured values and GRID geometrically spaced values, in ascending order.
+
+    The spaced values reach from 1, or the smallest measured value if that is less, to the largest measured value.
+    """
     low, high = min(1.0, *measured), max(measured)
     points = np.unique(np.round(np.concatenate([np.geomspace(low, high, GRID), measured]), 3))
     kept = [float(points[0])]

@@ -4,12 +4,13 @@ There are three kinds of measurements:
 
     prefill   one prompt at a time, of each length: the time to the first token
     decode    a batch of answers at once, after prompts of one length: the time between two tokens
-    beside    a short prompt while one answer is generated: the time between the two tokens of the answer around the prompt
+    beside    a short prompt while one answer is generated: the duration of the answer's decode step that also computes the prompt
 
 Prefill prompts differ from their first token on, so that no prefix cache helps. All batches of one context length use the same
-prompts. These are computed once before they are requested together, so that with a prefix cache all answers start at the same
-time. Without a prefix cache they start one after another. Only the time in which all of them are being generated counts. A batch
-is left out, together with larger batches, if the engine runs only a part of it at once or refuses it.
+prompts. Each prompt of a batch is first sent alone, and then all are sent at once. An engine with a prefix cache then has all
+prompts cached, so all answers start at the same time. Without a prefix cache the answers start one after another, and only the
+time in which all of them are being generated counts. If the engine refuses a batch, or runs only a part of it at once, this batch
+and all larger ones are left out.
 
 Each round measures every point once. So a temporary load on the machine affects one measurement of many points, and never all
 measurements of one point.
@@ -41,11 +42,13 @@ class NotTogether(TargetRefused):
 
 
 OnMeasurement = Callable[[str], None]
-"""Called before each measurement, with its description."""
+"""A callback that gets the description of each measurement before the measurement begins."""
 
 
 class Measuring:
-    """Runs one sweep on one engine, and holds its results. `skipped` lists what was left out, with the reasons."""
+    """Measures all points of one sweep on one engine, and holds the results.
+
+    `skipped` lists the points that were left out, with the reasons."""
 
     def __init__(
         self, target: ProfiledEngine, sweep: Sweep, report: OnMeasurement, seed: int | None = None
@@ -65,11 +68,11 @@ class Measuring:
 
     @property
     def prefill(self) -> list[PrefillPoint]:
-        """One point per prompt length, the median of its measurements."""
+        """One point per prompt length, with the median of the measured times."""
         return [_prefill_point(length, streams) for length, streams in self._alone.items()]
 
     async def run(self) -> None:
-        """Measure all points of the sweep, `Sweep.repeats` times. Raise CannotMeasure."""
+        """Measure all points of the sweep, `Sweep.repeats` times. Raise CannotMeasure if the engine fails or stops answering."""
         for _ in range(WARM_UPS):
             await self._target.ask(self._prompt(min(self._sweep.lengths, default=1)), 1).whole()
         for _ in range(self._sweep.repeats):
@@ -149,7 +152,7 @@ class Measuring:
 
 
 async def _whole(*streams: ProfiledStream) -> None:
-    """Wait until all streams have ended. If any have failed, raise the error of the first of them in the list."""
+    """Wait until all streams have ended. If any has failed, raise the error of the first failed one in `streams`."""
     for end in await asyncio.gather(*(stream.whole() for stream in streams), return_exceptions=True):
         if end is not None:
             raise end
@@ -158,8 +161,9 @@ async def _whole(*streams: ProfiledStream) -> None:
 def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodePoint:
     """Return the decode point of a batch of complete answers, each of at least `tokens` tokens.
 
-    `asked` is the context length as listed in the sweep. The time between tokens is a median, which a delayed step hardly
-    changes. If tokens arrive in bursts, it is the mean. Raise NotTogether if the answers overlapped too briefly.
+    `asked` is the context length as listed in the sweep. The time between tokens is the median, because a single delayed step
+    hardly changes a median. If tokens arrive in bursts, the time is the mean. Raise NotTogether if the answers overlapped too
+    briefly.
     """
     begin = max(stream.event_times[0] for stream in streams)
     end = min(stream.event_times[-1] for stream in streams)
@@ -177,7 +181,10 @@ def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodeP
 
 
 def _step_s(at: npt.NDArray[np.float64]) -> float:
-    """Return the typical seconds between two events, from their times. Raise NotTogether if all times are equal."""
+    """Return the typical number of seconds between an event and the next one. `at` holds the events' times.
+
+    This is the median, or the mean if events arrive in bursts. Raise NotTogether if all times are equal.
+    """
     row = min(ROW, len(at) - 1)
     usual, mean = float(np.median(at[row:] - at[:-row])) / row, (at[-1] - at[0]) / (len(at) - 1)
     if not mean:
@@ -193,9 +200,9 @@ def _prefill_point(length: int, streams: Sequence[ProfiledStream]) -> PrefillPoi
 
 
 def beside_point(answer: ProfiledStream, prompt: ProfiledStream, length: int) -> BesidePoint | None:
-    """Return the duration of the step in which a prompt of `length` tokens was computed while `answer` was generated.
+    """Return the duration of the decode step of `answer` that also computed a prompt of `length` tokens.
 
-    None if `answer` was not being generated then, or has too few tokens.
+    Return None if the prompt was not computed while `answer` was generated, or if `answer` has too few tokens.
     """
     at, said = prompt.event_times[0], answer.event_times
     gaps = np.diff(said) * 1e3

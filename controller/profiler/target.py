@@ -1,4 +1,4 @@
-"""The interface of an engine that is measured, and the recorded times of one answer's tokens."""
+"""The interface of an engine that is measured, and the recorded token times of one answer."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class CannotMeasure(HoldfastError):
 
 
 class TargetRefused(CannotMeasure):
-    """The engine refuses this one request: it is too long, or too many run."""
+    """The engine refuses this one request: the request is too long, or too many requests run."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ProfiledStream:
         self.over.set()
 
     async def begins(self) -> None:
-        """Wait for the first token or the end of the answer. Raise CannotMeasure after SILENCE_S_MAX."""
+        """Wait for the first token or the end of the answer. Raise CannotMeasure if neither comes within SILENCE_S_MAX."""
         try:
             async with asyncio.timeout(SILENCE_S_MAX):
                 await self.begun.wait()
@@ -74,19 +74,18 @@ class ProfiledStream:
 
 
 class ProfiledEngine(Protocol):
-    """The connection to an engine that is measured."""
+    """A connection to an engine that is measured."""
 
     context_tokens: int | None  # the model's context length; None: unknown
     name: str  # of the engine's model
 
     async def open(self) -> None:
-        """Connect, and detect which forms of requests the engine accepts. Raise CannotMeasure."""
-        ...
+        """Connect, and detect which forms of requests the engine accepts. Raise CannotMeasure if the engine does not answer."""
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Request a completion of `tokens` tokens, and return its stream. The prompt may be replaced by another of its length."""
-        ...
+        """Request a completion of `tokens` tokens, and return its stream.
+
+        An implementation may replace `prompt` by another prompt of about the same length."""
 
     async def close(self) -> None:
         """Close the connection, and cancel requests in flight."""
-        ...

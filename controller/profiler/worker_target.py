@@ -1,12 +1,11 @@
-"""Measures a Holdfast worker over the request plane, without a frontend in between."""
+"""Measures a Holdfast worker directly, over the connection that frontends use (the request plane)."""
 
 import asyncio
 import itertools
 from urllib.parse import urlsplit
 
 from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefused
-from controller.trace.replay.connection import now
-from controller.trace.replay.response import Now
+from controller.trace.replay.endpoint import Now, now
 from events import wire
 from events.errors import os_reason
 from events.wire import Chunk, Generate, Hello, Sampling, Step, Welcome
@@ -16,7 +15,7 @@ READ_BYTES = 256 * 1024
 
 
 class WorkerTarget:
-    """Connects to one worker that is measured. Times are read from the clock `now`."""
+    """Connects to the worker that is measured. Times are read from the clock `now`."""
 
     def __init__(self, url: str, now: Now = now) -> None:
         self.name = ""

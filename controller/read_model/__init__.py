@@ -1,1 +1,1 @@
-"""The rows of the state store: derives them from the fold and from events, and compares them."""
+"""Derives the state store's rows from fleet state and events, and compares them with stored rows."""

@@ -1,4 +1,4 @@
-"""Compares the rows of the state store with the expected ones."""
+"""Compares the rows of the state store with the expected rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ class RowDifference:
 
 
 def differs_from(fleet: Fleet, rows: Mapping[str, FoundRows]) -> Iterator[RowDifference]:
-    """Yield the differences between the stored rows and those that a fleet's state should have. `rows` is by table."""
+    """Yield the differences between stored rows and the rows that follow from a fleet's state.
+
+    `rows` maps each table to its stored rows.
+    """
     for table, expected in projection.state(fleet).items():
         yield from differences(table, expected, rows[table])
 
@@ -31,9 +34,9 @@ def differs_from(fleet: Fleet, rows: Mapping[str, FoundRows]) -> Iterator[RowDif
 def differences(
     table: str, expected: Sequence[Row], found: FoundRows, *, complete: bool = True
 ) -> Iterator[RowDifference]:
-    """Yield the differences between the stored rows of a table and the expected rows.
+    """Yield the differences between the stored rows and the expected rows of a table.
 
-    A stored row that is not expected is a difference only if `complete` is set."""
+    If `complete` is False, superfluous stored rows do not count as differences."""
     width, columns = projection.KEYS.get(table, 1), projection.COLUMNS[table]
     stored = {}
     for mapping in found:
@@ -67,7 +70,10 @@ def _named(table: str, row: Row) -> dict[str, object]:
 
 
 def first_difference(ours: object, theirs: object, path: str = "") -> tuple[str, object, object]:
-    """Return the first difference of two JSON values: its path, such as `.top_k[3]`, and the two values at that path."""
+    """Return the first difference of two JSON values.
+
+    The result is the path of the difference, such as `.top_k[3]`, and the two values at that path.
+    """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             if key not in ours or key not in theirs or ours[key] != theirs[key]:
@@ -80,5 +86,5 @@ def first_difference(ours: object, theirs: object, path: str = "") -> tuple[str,
 
 
 def plain(value: object) -> object:
-    """Return a column's value unchanged if JSON has its type, else as text."""
+    """Return a column's value unchanged if its type exists in JSON, else as text."""
     return value if isinstance(value, str | int | float | bool | None) else str(value)

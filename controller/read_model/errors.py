@@ -1,4 +1,7 @@
-"""Errors of the state store, apart from `controller.ports`, so that schema migrations can import them."""
+"""Errors of the state store.
+
+They have a module of their own, so that schema migrations can import them without `controller.ports`.
+"""
 
 from events.errors import HoldfastError
 
@@ -13,7 +16,7 @@ class StoreGone(StoreUnavailable):
 
 class StoreReadOnly(StoreUnavailable):
     """The state store accepts no writes now: the server is a standby, or the account is read-only (`holdfast database grants`).
-    Writers wait until it does."""
+    Processes that write wait until the store accepts writes again."""
 
 
 class StoreLogin(StoreUnavailable):

@@ -1,6 +1,6 @@
 """Defines the data that all displays of a fleet show: `status`, `top`, the console and post-mortems.
 
-A `WorkerView` is created from a worker of the fold (`WorkerView.of`) or from a controller's answer to `status`
+A `WorkerView` is created from a worker in the fleet state (`WorkerView.of`), or from a controller's answer to `status`
 (`FleetStatus.of`). The displays only format the data.
 """
 
@@ -39,7 +39,7 @@ class CanaryView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker, as displays show it. Comparisons ignore the fields that a post-mortem does not show."""
+    """One worker, as displays show it. Two views are equal if the fields that a post-mortem shows are equal."""
 
     id: str
     health: str
@@ -65,7 +65,7 @@ class WorkerView:
 
     @classmethod
     def of(cls, worker: Worker) -> Self:
-        """Return the view of a worker of the fold, without the fields that come only from a controller's status."""
+        """Return the view of a worker in the fleet state, without the fields that only a controller's status contains."""
         health, joined, last = worker.health, worker.joined, worker.last_canary
         state = health.status.value
         if health.status is HealthStatus.HEALTHY and worker.spare.kept:
@@ -80,37 +80,38 @@ class WorkerView:
 
     @property
     def reason(self) -> str:
-        """Why the worker is not at full weight, including that it is a spare; empty if it is at full weight."""
+        """Why the worker is not at full weight, for example because it is a spare; empty if it is at full weight."""
         return "; ".join(self.reasons)
 
     @property
     def why(self) -> str:
-        """Why the worker is not at full weight; empty if it is, or if it is a spare that is ready."""
+        """Why the worker is not at full weight; empty if the worker is at full weight or is a ready spare."""
         return "; ".join(reason for reason in self.reasons if reason != SPARE)
 
     @property
-    def well(self) -> bool:
-        """Whether the worker is healthy and at full weight, or is a spare that is ready."""
+    def in_service(self) -> bool:
+        """Whether the worker is healthy and at full weight, or is a ready spare."""
         return self.health == HEALTHY and not self.why
 
     @property
     def urgency(self) -> int:
-        """Sort key for a list that starts with the unhealthy workers: lower values come first."""
+        """Sort key that puts the workers most in need of attention first: a lower value is more urgent."""
         place = URGENCY.index(self.health) if self.health in URGENCY else len(URGENCY)
         return 2 * place + (not self.why)
 
 
 def share_of(workers: Iterable[WorkerView]) -> float:
-    """Return the share of these workers that serves, 0 to 1: their mean weight, weighted by GPUs, without spares.
+    """Return the share of the fleet that serves, 0 to 1: the mean of the workers' traffic weights.
 
-    The result is 0 if there are no workers other than spares."""
+    A worker with n GPUs counts n times. Spares are ignored. The result is 0 if there are no other workers.
+    """
     places = [(one.gpus, one.weight or 0.0) for one in workers if not one.spare]
     whole = sum(gpus for gpus, _ in places)
     return sum(gpus * weight for gpus, weight in places) / whole if whole else 0.0
 
 
 def counts(workers: Iterable[WorkerView]) -> dict[str, int]:
-    """Return the number of workers by health status. The key HEALTHY comes first; a status without workers is left out."""
+    """Return the number of workers by health status, HEALTHY first. A status without workers is left out."""
     found = Counter(one.health for one in workers)
     return {health: found[health] for health in URGENCY[-1:] + URGENCY[:-1] if found[health]}
 
@@ -172,7 +173,7 @@ class SpoolView:
 
 @dataclass(frozen=True, slots=True)
 class ProjectorView:
-    """How far the projector has written the journal's events to the state store. A value that is not known is None."""
+    """How far the projector has written the journal's events to the state store. An unknown value is None."""
 
     position: int | None = None  # sequence number of the last event written
     lag: int | None = None  # number of events not written yet
@@ -193,5 +194,8 @@ class FleetStatus:
 
     @classmethod
     def of(cls, answer: Mapping[str, object]) -> Self:
-        """Convert the decoded JSON of a controller's answer. Raise `msgspec.ValidationError` if a value has a wrong type."""
+        """Convert the decoded JSON of a controller's answer.
+
+        Raise `msgspec.ValidationError` if a value has a wrong type.
+        """
         return msgspec.convert(answer, cls)

@@ -5,7 +5,7 @@
     writer   the projector                              append events, update the rows of the read model
     reader   frontends, controllers, Grafana            read
 
-No statement revokes a right, because an account that is a superuser or owns the tables has every right anyway.
+No statement revokes a right. Revoking would be useless, because a superuser or the owner of the tables has every right anyway.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ double and `replay verify` all use this module, so that they agree on the rows.
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import msgspec
 
@@ -75,7 +75,7 @@ _PLACES_OF = {kind: _places(kind) for kind in codec.KINDS.values()}
 
 
 def event_row(event: Recorded) -> Row:
-    """Return the row of `fleet_events` for one event."""
+    """Return the row of the table `fleet_events` for one event."""
     fact = event.fact
     places = [getattr(fact, name) if name else None for name in _PLACES_OF[type(fact)]]
     # older releases stored no worker, and not every intruder is a worker
@@ -91,12 +91,12 @@ def event_row(event: Recorded) -> Row:
 
 
 def audited(fact: Fact) -> bool:
-    """Return whether `fleet_events` has a row for a fact. It has none for an invalid message or a part of a snapshot."""
+    """Return whether `fleet_events` has a row for a fact. Skipped messages and parts of snapshots have none."""
     return not isinstance(fact, Skipped | SnapshotKept)
 
 
 def event_rows(events: Iterable[Recorded]) -> list[Row]:
-    """Return the rows of `fleet_events` for the events that are stored in that table."""
+    """Return the rows of the table `fleet_events` for events. Events that the table does not store are left out."""
     return [event_row(event) for event in events if audited(event.fact)]
 
 
@@ -106,17 +106,22 @@ def incident_of(event: Recorded) -> str | None:
     return own or event.correlation or None
 
 
-def matches(
-    event: Recorded,
-    *,
-    since: datetime | None,
-    worker: str | None,
-    incident: str | None,
-    request: str | None = None,
-) -> bool:
-    """Return whether an event matches all filters of `Archive.select`. A filter of None matches every event.
+class EventFilter(TypedDict, total=False):
+    """The conditions of `Archive.select`. A condition that is missing or None excludes no event."""
 
-    The Postgres store implements the same filters in SQL (`adapters.postgres.reader`)."""
+    after: int  # sequence number, which only later events have
+    since: datetime | None
+    worker: str | None
+    incident: str | None
+    request: str | None
+
+
+def matches(event: Recorded, wanted: EventFilter) -> bool:
+    """Return whether an event meets the conditions of a filter. The condition `after` is not checked.
+
+    The Postgres store checks the same conditions in SQL (`adapters.postgres.reader`)."""
+    since, worker = wanted.get("since"), wanted.get("worker")
+    incident, request = wanted.get("incident"), wanted.get("request")
     return (
         audited(event.fact)
         and (since is None or event.at >= since)
@@ -127,12 +132,15 @@ def matches(
 
 
 def concerns(fact: Fact, worker: str) -> bool:
-    """Return whether a fact names a worker, in a field or as the subject of the incident that it opens or closes."""
+    """Return whether a fact names a worker in a field, or opens or closes an incident of the worker."""
     return worker in workers_of(fact)
 
 
 def worker_column(kind: type[Fact]) -> str | None:
-    """Return the field of a kind of fact that `fleet_events` stores in its column `worker`, or None if that column is empty."""
+    """Return the field of a kind of fact that fills the column `worker` of `fleet_events`.
+
+    None means that the column is empty for this kind.
+    """
     return _PLACES_OF[kind][0]
 
 
@@ -145,7 +153,10 @@ def storable(row: Row) -> Row:
 
 
 def recorded(row: Sequence[Any]) -> Recorded:
-    """Return the event of a row of `fleet_events`. The event's trace context is missing, because it is not stored."""
+    """Return the event of a row of `fleet_events`.
+
+    The event has no trace context, because the table does not store it.
+    """
     seq, at, id, kind, source, source_number, _number, through = row[:8]
     causation, correlation, said_at, body = row[14:]
     return Recorded(
@@ -166,7 +177,7 @@ _HISTORICAL = {RequestMigrated, RequestExposed, ExposureUnknown, IncidentOpened,
 
 
 def migration_row(event: Recorded) -> Row:
-    """Return the row of `migrations` for a RequestMigrated."""
+    """Return the row of the table `migrations` for a RequestMigrated."""
     fact = event.fact
     assert isinstance(fact, RequestMigrated)
     return storable((
@@ -177,7 +188,7 @@ def migration_row(event: Recorded) -> Row:
 
 
 def exposure_row(event: Recorded) -> Row:
-    """Return the row of `exposures` for a RequestExposed or an ExposureUnknown."""
+    """Return the row of the table `exposures` for a RequestExposed or an ExposureUnknown."""
     fact = event.fact
     if isinstance(fact, RequestExposed):
         return storable((
@@ -192,7 +203,7 @@ def exposure_row(event: Recorded) -> Row:
 
 
 def state(fleet: Fleet) -> dict[str, list[Row]]:
-    """Return the rows of a fleet's state, by table."""
+    """Return the rows that describe a fleet's state, by table."""
     return {
         "workers": [worker_row(worker) for worker in fleet.workers.values()],
         "breakers": [breaker_row(worker) for worker in fleet.workers.values()],
@@ -202,10 +213,10 @@ def state(fleet: Fleet) -> dict[str, list[Row]]:
 
 
 def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
-    """Return the rows to write and the keys to delete so that stored rows of the fleet `before` become those of `after`.
+    """Return the rows to write and the keys to delete, so that the stored rows change from `before` to `after`.
 
-    The rows are under the name of their table, such as "workers", and the keys under a name such as "delete workers".
-    An object that both fleets share has not changed, so its row is not written. `before` None means that all rows are written.
+    Rows are listed under the name of their table, such as "workers", and keys under a name such as "delete workers". An object
+    that both fleets share has not changed, so its row is not written. If `before` is None, all rows are written.
     """
     if before is None:
         return state(after)
@@ -229,7 +240,10 @@ def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
 
 
 def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], list[K]]:
-    """Return the values of `after` that are not the same object as in `before`, and the keys that `after` lacks."""
+    """Return the values of `after` that are new or changed, and the keys that only `before` has.
+
+    A value has changed if it is not the same object as in `before`.
+    """
     if before is after:
         return [], []
     changed = [value for key, value in after.items() if before.get(key) is not value]
@@ -251,8 +265,8 @@ _READ = {
 def comparable(table: str, row: Row) -> Row:
     """Return a normalized row, so that rows with the same meaning compare equal.
 
-    Two rows can differ in the text of their JSON columns because Postgres does not keep that text. A row of an earlier
-    release can also lack optional fields that were added later, which get their defaults here.
+    Two rows can differ in the text of their JSON columns because Postgres does not keep that text. A row of an earlier release
+    can also lack optional fields that were added later. The missing fields get their defaults here.
     """
     return tuple(
         _as_read(_JSON[table][n], value) if n in _JSON[table] and value is not None else value
@@ -271,7 +285,10 @@ def _as_read(column: str, text: str) -> str:
 
 
 def _within(value: object, read: object) -> bool:
-    """Return whether everything in a JSON value is also in the value that was decoded from it."""
+    """Return whether every part of the JSON value `value` is also in `read`.
+
+    `read` is the result of decoding `value`, and can contain additional fields with their defaults.
+    """
     if isinstance(value, dict) and isinstance(read, dict):
         return all(key in read and _within(item, read[key]) for key, item in value.items())
     if isinstance(value, list) and isinstance(read, list | tuple):
@@ -292,7 +309,7 @@ def as_json(table: str, row: Row) -> dict[str, object]:
 
 
 def worker_row(worker: Worker) -> Row:
-    """Return the row of `workers` for a worker."""
+    """Return a worker's row of the table `workers`."""
     joined, health, drain = worker.joined, worker.health, worker.drain
     canary = worker.last_canary
     return storable((
@@ -305,7 +322,7 @@ def worker_row(worker: Worker) -> Row:
 
 
 def breaker_row(worker: Worker) -> Row:
-    """Return the row of `breakers` for a worker's breaker."""
+    """Return the row of the table `breakers` for a worker's breaker."""
     breaker = worker.breaker
     failures = min(max(breaker.request_failures, breaker.canary_failures), COUNT_MAX)
     return (
@@ -315,18 +332,18 @@ def breaker_row(worker: Worker) -> Row:
 
 
 def read_golden(row: Mapping[str, Any]) -> Golden:
-    """Return the golden of a row of `goldens`, given as the database returns the row."""
+    """Return the golden from a row of the table `goldens`, as the database returns the row."""
     return cast(Golden, _READ["golden"](row["golden"]))
 
 
 def golden_row(golden: Golden) -> Row:
-    """Return the row of `goldens` for a golden."""
+    """Return a golden's row of the table `goldens`."""
     row = (golden.canary_key, golden.canary, golden.status, golden.status == "agreed", codec.to_json(golden))
     return storable(row)
 
 
 def level_row(model: Degradation) -> Row:
-    """Return the row of `levels` for a model's degradation level."""
+    """Return the row of the table `levels` for a model's degradation level."""
     return (
         model.model,
         model.level,
@@ -338,9 +355,11 @@ def level_row(model: Degradation) -> Row:
 
 
 def history(events: Iterable[Recorded]) -> dict[str, list[Row]]:
-    """Return the rows that follow from events alone, by what to do with them, such as "append migrations".
+    """Return the rows that follow from events alone, without the fleet's state.
 
-    A row of "close incidents" holds the id, closing time and outcome of an incident that was opened before these events."""
+    The keys name an operation and a table, such as "append migrations". A row of "close incidents" holds the id, closing time and
+    outcome of an incident that was opened before these events.
+    """
     migrations: list[Row] = []
     exposures: list[Row] = []
     opened: dict[str, Row] = {}

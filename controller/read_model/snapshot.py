@@ -1,11 +1,12 @@
-"""Encodes a settled fleet as a snapshot: as a blob for the state store, or in parts for the journal.
+"""Encodes a fleet's state as a snapshot: as a blob for the state store, or in parts for the journal.
 
-The state store keeps a snapshot with the deciders version and a fingerprint of all state fields (`VERSION`). A snapshot with
-another fingerprint or an unsupported deciders version is not read, because the fleet can be folded again from the journal. The
-encoding therefore needs no compatibility between releases.
+The fleet must be settled: its state contains every decision, and the observations up to the last decision. The state store
+keeps a snapshot with the deciders version and a fingerprint of all state fields (`VERSION`). A stored snapshot with another
+fingerprint or an unsupported deciders version is ignored, and the state is folded from the journal again. The encoding
+therefore needs no compatibility between releases.
 
-A snapshot on the journal can be the only source, if the journal has dropped the earlier events. `Parts` therefore also reads a
-snapshot with another fingerprint, if all fields that this release has added have defaults.
+If the journal has dropped its earlier events, a snapshot on the journal can be the only source of the state. `Parts` therefore
+also reads a snapshot with another fingerprint, if all fields that this release has added have defaults.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from events.order import Last, Position
 
 
 class BadSnapshot(HoldfastError):
-    """A kept snapshot cannot be read. The journal has everything that it holds."""
+    """A kept snapshot cannot be read. The journal has the events from which it was made."""
 
 
 # bytes of a part before base64, so that its event stays below the maximum of one megabyte
@@ -43,7 +44,7 @@ def encode(fleet: Fleet) -> bytes:
 
 
 def decode(data: bytes) -> Fleet:
-    """Decode a fleet from the result of `encode`. Raise BadSnapshot."""
+    """Decode a fleet from the result of `encode`. Raise BadSnapshot if `data` does not decode to a fleet."""
     try:
         return _decode(data)
     except msgspec.MsgspecError as error:
@@ -51,7 +52,7 @@ def decode(data: bytes) -> Fleet:
 
 
 def _shape(kind: object, seen: set[object]) -> list[str]:
-    """List every field, with its type, of a dataclass and of all dataclasses in its fields' types, in a fixed order.
+    """List all fields, with their types, of a dataclass and of the dataclasses nested in it, in a fixed order.
 
     A type in `seen` is skipped, and each type found is added to `seen`."""
     if kind in seen:
@@ -88,12 +89,12 @@ _unpack = msgspec.msgpack.Decoder(_Blob).decode
 def snapshot_due(decided: int, kept: int, every: int) -> bool:
     """Return whether the state store should keep another snapshot now.
 
-    `decided` is the sequence number of the last decision, and `kept` that of the last decision in a kept snapshot. The first
-    snapshot is kept with the first decision. The next ones are kept each time the history has doubled, and later after
-    `every` events.
+    `decided` is the sequence number of the last decision. `kept` is the sequence number of the last decision in the newest kept
+    snapshot, 0 without one. The first snapshot is due after the first decision. Each further snapshot is due when the sequence
+    number has doubled since the previous snapshot or has grown by `every`, whichever comes first.
 
-    A process that starts without the broker therefore always finds a snapshot. After the snapshot, the process folds at most as
-    many events as the snapshot contains.
+    From the first decision on, a process therefore finds a snapshot, even if it starts without the broker. The process then
+    folds the later events. There are at most as many events after the snapshot as before the snapshot.
     """
     return decided > kept and decided - kept >= min(every, kept)
 
@@ -103,7 +104,9 @@ def parts(
 ) -> list[SnapshotKept]:
     """Encode a settled fleet as a snapshot, and return its parts as facts for the journal.
 
-    `id` names the snapshot. `since` is the time, by the stream's clock, of the oldest event that must be read with it."""
+    `id` names the snapshot. `since` is the time, by the stream's clock, of the oldest event that must be read together with the
+    snapshot.
+    """
     blob = zlib.compress(_pack(_Blob(encode(fleet), dict(sources))), 1)
     pieces = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)]
     return [
@@ -123,16 +126,18 @@ def parts(
 
 
 class Parts:
-    """Reassembles the snapshots on a journal from their parts, which must be added in the order of the journal."""
+    """Reassembles snapshots from their parts on a journal. The parts must be added in the order of the journal."""
 
     def __init__(self) -> None:
         self._first: SnapshotKept | None = None
         self._pieces: list[bytes] = []
 
     def take(self, fact: SnapshotKept) -> tuple[Fleet, Position, dict[str, Last]] | None:
-        """Add a part. Return the snapshot if this part completes it, else None. Raise BadSnapshot.
+        """Add a part. If this part completes a snapshot, return the snapshot, else None.
 
-        The snapshot is the fleet, its position and the last event of each source. A snapshot with a missing part is dropped."""
+        The snapshot is the fleet, its position and the last event of each source. A snapshot with a missing part is dropped.
+        Raise BadSnapshot if the part or the completed snapshot cannot be decoded.
+        """
         if fact.part == 1:
             self._first, self._pieces = fact, []
         if self._first is None or fact.snapshot != self._first.snapshot:

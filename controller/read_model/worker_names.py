@@ -33,7 +33,8 @@ INCIDENTS = (IncidentOpened, IncidentClosed)
 def _paths(kind: type[Fact]) -> tuple[tuple[str, ...], ...]:
     """Return the paths to worker names in a kind of fact.
 
-    A path is a field that holds names, or a field that holds objects followed by the field `worker` of these objects."""
+    A path is one field that holds names, such as `("target",)`, or two fields, such as `("moves", "worker")`. Of two fields,
+    the first holds objects, and the second is the field of these objects that holds a name."""
     found: list[tuple[str, ...]] = [
         (name,) for name in ("worker", *OTHER_FIELDS.get(kind, ())) if name in kind.__dataclass_fields__
     ]
@@ -54,8 +55,8 @@ PATHS = {kind: _paths(kind) for kind in codec.KINDS.values()}
 def workers_of(fact: Fact) -> list[str]:
     """Return the names of the workers that a fact names, each once, including the subject of an incident.
 
-    The result may also contain an operator or `configured`, because the fields `by` and `outvoted_by` of a golden's facts may
-    name these.
+    The result may also contain the name of an operator or the word `configured`. Facts about goldens can have these values in
+    the fields `by` and `outvoted_by`.
     """
     found = [name for path in PATHS.get(type(fact), ()) for name in _names(fact, path)]
     if isinstance(fact, INCIDENTS) and fact.subject.startswith(SUBJECT):

@@ -11,9 +11,9 @@ class CannotWrite(HoldfastError):
 
 
 def written(where: Path, text: str) -> str:
-    """Replace the file `where` atomically by one with this text, and return its size as text such as "1.2 MB".
+    """Write `text` to the file `where` atomically, and return the text's size, such as "1.2 MB".
 
-    Raise CannotWrite."""
+    Raise CannotWrite if the file cannot be written."""
     beside, data = where.with_name(f".{where.name}.{os.getpid()}"), text.encode()
     try:
         beside.write_bytes(data)

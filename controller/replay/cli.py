@@ -1,6 +1,7 @@
-"""Runs `holdfast replay` and `holdfast request`, which print text or JSON, or write a file.
+"""Runs the commands `holdfast replay` and `holdfast request`.
 
-`controller.commands.replay` opens the journal and the store, and passes them in.
+The result is printed as text or JSON, or written to a file. `controller.commands.replay` opens the journal and the state store,
+and passes both to `execute`.
 """
 
 import argparse
@@ -9,9 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from controller.ports import Archive
 from controller.replay import moment_parser, request_story, sentences, timeline, travel
-from controller.replay.event_lookup import JournalArchive, as_json, why
+from controller.replay.event_lookup import FleetHistory, as_json, why
 from controller.replay.event_lookup import lines as why_lines
 from controller.replay.rebuild import rebuild
 from controller.replay.report import report_cli
@@ -38,35 +38,32 @@ class NeedsStore(HoldfastError):
 async def execute(
     args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo = print
 ) -> int:
-    """Run one replay command and return its exit code, which is FINDING if `verify` found a difference.
+    """Run one replay command and return its exit code. The code is FINDING (3) if `verify` found a difference.
 
-    Without a store, only the journal is read. Raise NeedsStore if the command needs a store."""
+    If `store` is None, only the journal is read. Raise NeedsStore if `store` is None and the command needs a store."""
     if args.output == "text":
-        return await _COMMANDS[args.replay](_Replay(args, journal, store, lambda line: echo(fitted(line))))
-    return await _COMMANDS[args.replay](_Replay(args, journal, store, echo))
+        return await _COMMANDS[args.replay](
+            _Replay(args, FleetHistory(journal, store), lambda line: echo(fitted(line)))
+        )
+    return await _COMMANDS[args.replay](_Replay(args, FleetHistory(journal, store), echo))
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """Runs one replay command on a journal and a store. Each command is a method that returns the exit code."""
+    """Runs one replay command on a journal and a state store. Each command is a method that returns its exit code."""
 
     args: argparse.Namespace
-    journal: Journal
-    store: HistoryStore | None
+    history: FleetHistory
     echo: Echo
 
     @property
-    def archive(self) -> Archive:
-        return JournalArchive(self.journal) if self.store is None else self.store
-
-    @property
     def needed_store(self) -> HistoryStore:
-        if self.store is None:
+        if self.history.store is None:
             raise NeedsStore
-        return self.store
+        return self.history.store
 
-    def say(self, document: object, lines: Iterable[str]) -> int:
-        """Print a result: `document` with `-o json`, else `lines`. Return exit code 0."""
+    def print_result(self, document: object, lines: Iterable[str]) -> int:
+        """Print `document` as JSON if `-o json` is given, otherwise print `lines`. Return exit code 0."""
         if self.args.output == "json":
             lines = [json.dumps(document, indent=1, default=str)]
         for line in lines:
@@ -79,7 +76,7 @@ class _Replay:
             return await self._story()
         since = moment_parser.parse(args.since, _now()) if args.since else None
         async for event in timeline.events(
-            self.archive, worker=args.worker, request=args.request, since=since, routine=args.all
+            self.history.archive, worker=args.worker, request=args.request, since=since, routine=args.all
         ):
             if args.output == "json":
                 self.echo(json.dumps(as_json(event)))
@@ -93,16 +90,16 @@ class _Replay:
         return 0
 
     async def _story(self) -> int:
-        incident = await timeline.incident_of(self.archive, self.journal, self.args.incident)
-        story = await timeline.story(self.journal, self.archive, incident)
+        incident = await timeline.incident_of(self.history.archive, self.history.journal, self.args.incident)
+        story = await timeline.story(self.history.journal, self.history.archive, incident)
         document = story.summary() | {"events": [as_json(event) for event in story.events]}
-        return self.say(document, [story.headline(), *_indented(story.events)])
+        return self.print_result(document, [story.headline(), *_indented(story.events)])
 
     async def request(self) -> int:
-        request, archive = self.args.request, self.archive
+        request, archive, journal = self.args.request, self.history.archive, self.history.journal
         found = [one async for one in timeline.events(archive, request=request, routine=True)]
         story = request_story.story_of(request, found)
-        cut = story.cut = await request_story.cut(story, archive, await self.journal.last_seq())
+        cut = story.cut = await request_story.cut(story, archive, await journal.last_seq())
         lines = story.lines() or [NO_EVENTS.format(request)]
         document = {"request": story.request, "says": lines, "model": story.model, "workers": story.workers,
                     "gaps_ms": story.gaps_ms, "put_off": story.put_off, "exact": story.exact,
@@ -110,46 +107,50 @@ class _Replay:
                     "lost_tokens": story.lost_tokens,
                     "cut": asdict(cut) | {"ended": cut.ended.isoformat()} if cut else None,
                     "events": [as_json(one) for one in found]}  # fmt: skip
-        return self.say(document, [*lines, *_indented(found)])
+        return self.print_result(document, [*lines, *_indented(found)])
 
     async def at(self) -> int:
-        found = await travel.at(self.journal, self.store, moment_parser.parse(self.args.when, _now()))
-        return self.say(travel.describe(found), travel.lines(found))
+        found = await travel.at(
+            self.history.journal, self.history.store, moment_parser.parse(self.args.when, _now())
+        )
+        return self.print_result(travel.describe(found), travel.lines(found))
 
     async def why(self) -> int:
-        chain = await why(self.journal, self.store, self.args.event)
-        return self.say([as_json(event) for event in chain], why_lines(chain))
+        chain = await why(self.history.journal, self.history.store, self.args.event)
+        return self.print_result([as_json(event) for event in chain], why_lines(chain))
 
     async def report(self) -> int:
-        await report_cli.execute(self.args, self.journal, self.store, self.archive, _now(), self.echo)
+        await report_cli.execute(self.args, self.history, _now(), self.echo)
         return 0
 
     async def what_if(self) -> int:
-        await whatif_cli.execute(self.args, self.journal, self.store, self.archive, _now(), self.echo)
+        await whatif_cli.execute(self.args, self.history, _now(), self.echo)
         return 0
 
     async def verify(self) -> int:
-        report = await verify(self.journal, self.needed_store, since=await self._since())
-        self.say(report.as_json(), report.lines())
+        report = await verify(self.history.journal, self.needed_store, since=await self._since())
+        self.print_result(report.as_json(), report.lines())
         return FINDING if report.difference else 0
 
     async def _since(self) -> int:
         """Return the sequence number of the first event that `--since` includes; 0 without `--since`.
 
-        If all events are older, the result is the last sequence number."""
+        If all events are older than `--since`, return the journal's last sequence number. Raise NotYet if `--since` is a
+        sequence number that the journal has not reached."""
         if not self.args.since:
             return 0
-        when, last = moment_parser.parse(self.args.since, _now()), await self.journal.last_seq()
+        journal, archive = self.history.journal, self.history.archive
+        when, last = moment_parser.parse(self.args.since, _now()), await journal.last_seq()
         if isinstance(when, int):
             if when > last:
                 raise travel.NotYet(f"the journal ends at {last}, before {when}. {travel.NotYet.__doc__}")
             return when
-        async for batch in self.archive.select(since=when):
+        async for batch in archive.select(since=when):
             return batch[0].seq
         return last
 
     async def rebuild(self) -> int:
-        done = await rebuild(self.journal, self.needed_store)
+        done = await rebuild(self.history.journal, self.needed_store)
         if self.args.output == "json":
             self.echo(json.dumps(asdict(done)))
             return 0

@@ -1,12 +1,13 @@
-"""Finds an event by its sequence number, its ce-id, or its decision number as `decision:N`."""
+"""Finds an event by its sequence number, CloudEvents id (ce-id) or decision number (`decision:N`)."""
 
 from collections.abc import AsyncIterator, Sequence
-from datetime import datetime
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 from controller.ports import Archive
-from controller.read_model.rows import matches
+from controller.read_model.rows import EventFilter, matches
 from controller.replay import sentences
+from controller.replay.store import HistoryStore
 from controller.runtime.bounded_read import held, history
 from events import codec
 from events.errors import HoldfastError
@@ -19,9 +20,10 @@ class NoSuchEvent(HoldfastError):
 
 
 async def find(journal: Journal, archive: Archive | None, reference: str) -> Recorded:
-    """Return the event that `reference` names: a sequence number, a ce-id or `decision:N`. Raise NoSuchEvent.
+    """Return the event that `reference` names by its sequence number, its CloudEvents id, or `decision:N`.
 
-    `archive` is an index of the events. If it is None, the journal is searched."""
+    Ids are looked up in `archive`, an index of the journal's events. If `archive` is None or lacks an id, the journal is
+    searched. Raise NoSuchEvent if no event matches."""
     last = await journal.last_seq()
     seq = int(reference) if reference.isdecimal() else None
     if seq is None and archive is not None:
@@ -41,9 +43,10 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
 
 
 async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
-    """Search the whole journal for an event, because the archive may not contain the newest events yet.
+    """Return the journal's event with this CloudEvents id or `decision:N`, or None if there is none.
 
-    Return None if no event has this name."""
+    The journal is read up to the sequence number `last`. The search also finds the newest events, which an archive may not
+    contain yet."""
     async for batch in held(journal, 0, last):
         for event in batch:
             if event.id == reference or reference == name(event):
@@ -52,7 +55,9 @@ async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
 
 
 def name(event: Recorded) -> str:
-    """Return the name by which other events refer to an event as their cause: `decision:N` for a decision, else the ce-id."""
+    """Return the name by which other events refer to `event` as their cause.
+
+    This is `decision:N` for a decision, and the CloudEvents id for any other event."""
     return f"decision:{event.fact.number}" if isinstance(event.fact, Decision) else event.id
 
 
@@ -69,7 +74,8 @@ DEEP_MAX = 200  # maximum length of a chain of causes
 async def why(journal: Journal, archive: Archive | None, reference: str) -> list[Recorded]:
     """Return the event that `reference` names, followed by its cause, the cause of that cause, and so on.
 
-    The chain ends at an event without a recorded cause, or with a cause that is not on the journal. Raise NoSuchEvent."""
+    The chain ends at the first event for which no cause is recorded or found, or after DEEP_MAX events. Raise NoSuchEvent if
+    `reference` names no event."""
     chain = [await find(journal, archive, reference)]
     while (before := cause(chain[-1])) and len(chain) < DEEP_MAX:
         try:
@@ -83,7 +89,7 @@ async def why(journal: Journal, archive: Archive | None, reference: str) -> list
 
 
 def lines(chain: Sequence[Recorded]) -> list[str]:
-    """Format a chain of causes, as `why` returns it, as lines of text."""
+    """Return lines of text that describe the chain of causes from `why`."""
     output = []
     for depth, event in enumerate(chain):
         lead = f"{'  ' * depth}because " if depth else ""
@@ -94,7 +100,7 @@ def lines(chain: Sequence[Recorded]) -> list[str]:
 
 
 def as_json(event: Recorded) -> dict[str, Any]:
-    """Return an event as plain JSON types. The field `text` describes it in a sentence."""
+    """Return an event as plain JSON types. The field `text` describes the event in a sentence."""
     return {
         "seq": event.seq,
         "at": event.at.isoformat(),
@@ -109,40 +115,40 @@ def as_json(event: Recorded) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
 class JournalArchive:
-    """An archive without a state store, which finds events by reading the journal from its beginning."""
+    """An event archive for a fleet without a state store.
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    It finds events by reading the journal from the oldest event on."""
+
+    journal: Journal
 
     async def locate(self, reference: str) -> int | None:
-        """Return the sequence number of the event with this ce-id or name `decision:N`, or None if no such event exists."""
-        async for batch in self._all(0):
+        """Return the sequence number of the event that `reference` names; None if no such event exists.
+
+        `reference` is a CloudEvents id or `decision:N`."""
+        async for batch in held(self.journal, 0, await self.journal.last_seq()):
             for event in batch:
                 if reference in (event.id, name(event)):
                     return event.seq
         return None
 
-    async def select(
-        self,
-        *,
-        after: int = 0,
-        since: datetime | None = None,
-        worker: str | None = None,
-        incident: str | None = None,
-        request: str | None = None,
-    ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield the events that match all given conditions, in order, in batches. A condition of None matches every event."""
-        async for batch in self._all(after):
-            found = [
-                event
-                for event in batch
-                if matches(event, since=since, worker=worker, incident=incident, request=request)
-            ]
-            if found:
+    async def select(self, **wanted: Unpack[EventFilter]) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield batches of the events that meet all given conditions, in order. A condition of None excludes no event."""
+        last = await self.journal.last_seq()
+        async for batch in held(self.journal, wanted.get("after", 0), last):
+            if found := [event for event in batch if matches(event, wanted)]:
                 yield found
 
-    async def _all(self, after: int) -> AsyncIterator[Sequence[Recorded]]:
-        last = await self._journal.last_seq()
-        async for batch in held(self._journal, after, last):
-            yield batch
+
+@dataclass(frozen=True, slots=True)
+class FleetHistory:
+    """The journal and the state store of one fleet. If `store` is None, only the journal is read."""
+
+    journal: Journal
+    store: HistoryStore | None
+
+    @property
+    def archive(self) -> Archive:
+        """The archive in which events are looked up: the state store, or the journal if there is no store."""
+        return JournalArchive(self.journal) if self.store is None else self.store

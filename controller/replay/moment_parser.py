@@ -1,4 +1,4 @@
-"""Parses a position in the journal: a sequence number, a date and time, a time of day, or an age."""
+"""Parses a moment of the journal: a sequence number, a date and time, a time of day, or how long ago."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -17,15 +17,21 @@ class BadMoment(HoldfastError):
     or how long ago (90s, 10m, 2h, 1d)."""
 
 
-def parse(text: str, now: datetime) -> int | datetime:
-    """Return the sequence number or the time that `text` names. Raise BadMoment.
+def duration_s(text: str) -> float | None:
+    """Return the seconds of a duration such as `10m`; None if the text is not a duration."""
+    found = _AGO.fullmatch(text)
+    return float(found[1]) * _UNITS[found[2]] if found else None
 
-    An age such as `10m` is subtracted from `now`. A date and time without a time zone is in UTC."""
+
+def parse(text: str, now: datetime) -> int | datetime:
+    """Parse `text` as a sequence number or a time. Raise BadMoment if the text is neither.
+
+    A duration such as `10m` means that long before `now`. A date and time without a time zone is in UTC."""
     if text.isdecimal():
         return int(text)
     try:
-        if ago := _AGO.fullmatch(text):
-            return now - timedelta(seconds=float(ago[1]) * _UNITS[ago[2]])
+        if (ago_s := duration_s(text)) is not None:
+            return now - timedelta(seconds=ago_s)
         if re.fullmatch(r"\d\d:\d\d(:\d\d(\.\d+)?)?", text):
             return _time_of_day(text, now)
         found = datetime.fromisoformat(text)
@@ -35,6 +41,6 @@ def parse(text: str, now: datetime) -> int | datetime:
 
 
 def _time_of_day(text: str, now: datetime) -> datetime:
-    """Return the last time before `now` with this time of day in UTC, which is today or yesterday."""
+    """Return the latest time, not after `now`, that has this time of day in UTC. The result is today or yesterday."""
     found = datetime.fromisoformat(f"{now.astimezone(UTC).date().isoformat()}T{text}").replace(tzinfo=UTC)
     return found if found <= now else found - timedelta(days=1)

@@ -3,6 +3,7 @@
 import re
 from datetime import datetime
 from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -17,7 +18,7 @@ _line_start = re.compile(r"^(\s*(?:\d{1,9}(?=[.)])|(?=[-+=>])))")
 
 
 def escaped(text: str) -> str:
-    """Escape a text for Markdown: return one line that renders as this text, also within a table cell."""
+    """Escape a text so that Markdown renders it literally, also in a table cell. Line breaks become spaces."""
     line = _markup.sub(r"\\\1", escape_controls(" ".join(text.split())))
     line = _link.sub(lambda found: f"{found[0]}\\", line.replace("&", "&amp;").replace("<", "&lt;"))
     return _line_start.sub(r"\1\\", line)
@@ -30,11 +31,13 @@ class NoPlotly(HoldfastError):
     """The page's charts need Plotly, which is not installed: pip install -e '.[report]'. -o md and -o json work without it."""
 
 
-def environment(package: str, *, escape: bool) -> Environment:
-    """Return an environment that loads templates from a package. With `escape`, values in a template are escaped as HTML."""
+def render(package: str, name: str, **values: Any) -> str:
+    """Render the template `name` of a package with these values.
+
+    In an HTML template, the values are escaped as HTML."""
     found = Environment(
         loader=PackageLoader(package, ""),
-        autoescape=escape,
+        autoescape=".html" in name,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -47,7 +50,7 @@ def environment(package: str, *, escape: bool) -> Environment:
         "figure": _figure,
         "seconds": _seconds,
     }
-    return found
+    return found.get_template(name).render(**values)
 
 
 def _span(seconds: float | None) -> str:
@@ -74,7 +77,7 @@ def asset(package: str, name: str) -> str:
 
 
 def plotly() -> str:
-    """Return the JavaScript of Plotly. Raise NoPlotly if the Python package `plotly` is not installed."""
+    """Return the JavaScript code of Plotly from the Python package `plotly`. Raise NoPlotly without that package."""
     try:
         return (files(PLOTLY) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError:

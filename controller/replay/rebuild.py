@@ -1,4 +1,4 @@
-"""Projects the journal into a second set of tables, then replaces the store's tables with these."""
+"""Rebuilds the state store: projects the journal into new tables, then replaces the old tables."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ async def rebuild(
 ) -> Rebuilt:
     """Project the whole journal again, and replace the store's content with the result.
 
-    The store's records of events that the journal has dropped are kept, unless they belong to a different stream. `written` is
+    Records of events that the journal has dropped are kept, unless the store was filled from a different stream. `written` is
     called after each batch, with the last sequence number projected and the batch's number of events.
     """
     began = time.monotonic()
@@ -60,14 +60,19 @@ async def rebuild(
 
 
 async def _discard(store: HistoryStore, fresh: HistoryStore) -> None:
-    """Drop the new projection after a failure. An error of dropping is ignored, because the next rebuild drops the tables."""
+    """Drop the new tables after a failed rebuild.
+
+    An error is ignored, because the next rebuild drops these tables as well.
+    """
     with contextlib.suppress(HoldfastError, TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             await store.discard(fresh)
 
 
 async def _come_near(journal: Journal, projector: Projector) -> None:
-    """Project events until fewer than NEAR are left, while the old projection still runs."""
+    """Project events into the new tables until fewer than NEAR are left, in at most ROUNDS_MAX rounds.
+
+    During these rounds, the running projector still updates the old tables."""
     for _ in range(ROUNDS_MAX):
         last = await journal.last_seq()
         await projector.catch_up(last)

@@ -16,7 +16,9 @@ RATES_OVER = timedelta(seconds=10)  # service rates are averages over this time
 
 @dataclass(slots=True)
 class RecentEvent:
-    """An event, and the number of events directly after it that differ only in the request."""
+    """An event, and the number of similar events directly after it.
+
+    Similar events differ only in the request."""
 
     event: Recorded
     # key that events share if they differ only in the request; None: about no request
@@ -24,7 +26,9 @@ class RecentEvent:
     more: int = 0
 
     def line(self) -> str:
-        """Return the event as one line of text, which starts with the number of similar events if there are several."""
+        """Format the event as one line of text.
+
+        If the event stands for N similar events, the line starts with "[N times]"."""
         return (f"[{self.more + 1} times] " if self.more else "") + sentences.line(self.event)
 
 
@@ -32,16 +36,13 @@ def _alike(event: Recorded) -> tuple[object, ...] | None:
     fact = event.fact
     if not hasattr(fact, "request"):
         return None
-    return (
-        type(fact),
-        getattr(fact, "worker", None),
-        getattr(fact, "source", None),
-        getattr(fact, "target", None),
-    )
+    return (type(fact), *(getattr(fact, name, None) for name in ("worker", "source", "target")))
 
 
 class ServedRate(NamedTuple):
-    """Service rates per second, as averages over the last `RATES_OVER`."""
+    """Answers, tokens and rejections per second, and the mean time to first token.
+
+    All of them cover the last `RATES_OVER` (10 s)."""
 
     answers: float = 0.0
     tokens: float = 0.0
@@ -52,7 +53,7 @@ class ServedRate(NamedTuple):
 
 @dataclass(slots=True)
 class RecentEvents:
-    """Keeps the last `TOLD_MAX` non-routine events of a fleet, and the reports from which its service rates are computed."""
+    """Keeps a fleet's last `TOLD_MAX` non-routine events, and the reports that give its current service rates."""
 
     told: "deque[RecentEvent]" = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
     served: deque[tuple[datetime, RequestsServed]] = field(default_factory=deque)
@@ -83,13 +84,15 @@ class RecentEvents:
     def forget(self, now: datetime) -> None:
         """Drop the reports of served and rejected requests that are older than `RATES_OVER` at the time `now`.
 
-        `now` is a time by the stream's clock."""
+        `now` is a time by the broker's clock."""
         for rates in (self.served, self.rejected):
             while rates and rates[0][0] < now - RATES_OVER:
                 rates.popleft()
 
     def _tell(self, event: Recorded) -> None:
-        """Append an event, or count it on the last one if the two events differ only in the request."""
+        """Keep an event as a new entry, or count the event in the last entry.
+
+        The event is counted in the last entry if it differs from that entry's event only in the request."""
         alike = _alike(event)
         if self.told and alike is not None and self.told[-1].alike == alike:
             self.told[-1].more += 1
@@ -101,7 +104,9 @@ class RecentEvents:
         return _rate([fact for _, fact in self.served], [fact for _, fact in self.rejected])
 
     def rate_by_model(self, model_of: Mapping[str, str]) -> dict[str, ServedRate]:
-        """Return the service rates by model. A model without traffic is left out. `model_of` maps worker names to models."""
+        """Return the service rates by model. A model without traffic is left out.
+
+        `model_of` maps worker names to models."""
         served: dict[str, list[RequestsServed]] = defaultdict(list)
         rejected: dict[str, list[RequestsRejected]] = defaultdict(list)
         for _, fact in self.served:

@@ -1,10 +1,10 @@
-"""Tells the story of one request: its workers, its moves, the gaps its client saw, and suspect tokens.
+"""Summarizes one request: workers, migrations, gaps that the client saw, and tokens of bad workers.
 
-A request leaves no event on the journal if its first worker answered it and was not convicted. The journal records when a
-migrated answer was lost, but not when it was completed.
+The journal has an event for each move or preemption of a request, for its loss, and for tokens from a worker that was convicted
+of wrong answers. It has no event for the completion of an answer. About most requests, the journal therefore has no event.
 
-A frontend reports at least once a minute. If a frontend sends no report for `QUIET`, its process has ended, and the answers
-that it was streaming were cut off.
+A frontend reports at least once a minute. If a frontend sends no report for `QUIET` (150 s), the frontend counts as ended.
+The answers that the frontend was streaming at its end were cut off.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ ANSWERED_WITHIN = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The end of the frontend that was streaming a request's answer. The answer was cut off unless it was complete by then."""
+    """The end of the frontend that was streaming an answer.
+
+    The answer was cut off, unless the frontend had already completed the answer.
+    """
 
     frontend: str
     ended: datetime  # time of the frontend's last report
@@ -32,7 +35,7 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True)
 class ExposedSpan:
-    """The tokens of an answer that come from a convicted worker, by their first and last position, counted from 0."""
+    """Answer tokens from a worker that was convicted of wrong answers: first and last position, counted from 0."""
 
     worker: str
     first: int
@@ -41,7 +44,9 @@ class ExposedSpan:
 
 @dataclass(slots=True)
 class RequestStory:
-    """The story of one request, as far as the journal records it."""
+    """What the journal records about one request: its workers, moves, preemptions and loss.
+
+    Also holds the positions of the tokens that came from workers convicted of wrong answers."""
 
     request: str
     model: str = ""
@@ -57,7 +62,7 @@ class RequestStory:
     events: list[Recorded] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return a summary of the story in a few lines. The list is empty if the journal has no events about the request."""
+        """Return a short summary of the request, in lines. Without events about the request, the list is empty."""
         if not self.events:
             return []
         summary = [f"request {self.request} ({self.model})"]
@@ -84,9 +89,9 @@ class RequestStory:
 
 
 async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | None:
-    """Return when the request's frontend ended, if the end may have cut off the answer, else None.
+    """Return the end of the request's frontend if this end may have cut off the answer, else None.
 
-    The frontend has ended if it sent no report for `QUIET`. `until` is the last sequence number of the journal.
+    The frontend counts as ended if it sent no report for `QUIET`. `until` is the last sequence number of the journal.
     """
     facts = [event for event in story.events if getattr(event.fact, "frontend", "")]
     if not facts or story.lost or getattr(facts[-1].fact, "finished", False):
@@ -113,7 +118,7 @@ async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | Non
 
 
 def story_of(request: str, events: Sequence[Recorded]) -> RequestStory:
-    """Build the story of a request from the events about it, in the order of the journal."""
+    """Build the summary of one request from the events about it. `events` must be in the order of the journal."""
     story = RequestStory(request, events=[*events])
     for event in events:
         match event.fact:

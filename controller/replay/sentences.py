@@ -16,7 +16,7 @@ SPAN_S_MAX = 1e9  # longer durations are shown as this one, which is about 30 ye
 
 
 def line(event: Recorded, *, date: bool = False) -> str:
-    """Format an event as one line: its time by the stream's clock, with the date if `date` is set, then its sentence."""
+    """Format an event as one line: the time by the broker's clock (with the date if `date` is set) and a sentence."""
     time = f"{event.at:%H:%M:%S.%f}"[:-3]
     return f"{f'{event.at:%Y-%m-%d} {time} UTC' if date else time} {sentence(event.fact)}"
 
@@ -62,7 +62,10 @@ def _tokens(tokens: tuple[int, ...]) -> str:
 
 
 def _difference(expected: tuple[int, ...], got: tuple[int, ...]) -> str:
-    """Describe where an answer differs from the expected one: the first differing position, and a few tokens from there."""
+    """Describe how an answer differs from the expected one, with a few tokens of each.
+
+    If the answers differ near the start, the text gives the first tokens of both. If they differ later, the text gives the
+    position of the first different token, and a few tokens from there on."""
     first = next((n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
     if first is None:
         first = min(len(expected), len(got))

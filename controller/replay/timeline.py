@@ -1,4 +1,4 @@
-"""Selects the events of a timeline: of one incident up to its recovery, or about a worker or request."""
+"""Selects the events of a timeline: all events, or those of an incident, a worker or a request."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ IMPACT_BEFORE = timedelta(seconds=5)
 # a migration within this time after the end belongs to it as well, because a dead worker's streams continue after its death
 IMPACT_AFTER = timedelta(seconds=5)
 _IMPACT = (o.RequestMigrated, o.RequestAbandoned, o.RequestExposed)
+# each of these facts begins the story of another incident or command
 _NEXT = (
     o.ChaosInjected,
     IncidentOpened,
@@ -28,14 +29,14 @@ _NEXT = (
     o.MoveRequested,
     o.RestartRequested,
     o.ShutdownBegan,
-)  # each of these facts begins the story of another incident or command
+)
 _ROUTINE = (o.RequestsServed, o.TrafficReported, Absorbed)
 LISTS_ALL = "`holdfast replay timeline` lists all incidents"
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """The events of one incident, in order, and its outcome."""
+    """The events of one incident, in the order of the journal, and the outcome of the incident."""
 
     incident: str
     subject: str
@@ -46,9 +47,9 @@ class Story:
 
     @property
     def recovered_s(self) -> float | None:
-        """Seconds from the opening of the incident to its closing, by the stream's clock. None while the incident is open.
+        """Seconds from the incident's opening to its closing, by the broker's clock; None while it is open.
 
-        This is the phase `recovered` of a post-mortem (`report.phases`). It is reported as the incident's duration everywhere.
+        This is the phase `recovered` of a post-mortem (`report.phases`). All displays report it as the incident's duration.
         """
         own = [e for e in self.events if getattr(e.fact, "incident", "") == self.incident]
         opened = [e.at for e in own if isinstance(e.fact, IncidentOpened)]
@@ -56,14 +57,14 @@ class Story:
         return (closed[-1] - opened[0]).total_seconds() if opened and closed else None
 
     def summary(self) -> dict[str, object]:
-        """Return the story without its events, as plain JSON types."""
+        """Return all fields except the events as plain JSON types, with the incident's duration."""
         return {
             "incident": self.incident, "subject": self.subject, "symptom": self.symptom, "closed": self.closed,
             "outcome": self.outcome, "lasted_s": self.recovered_s, "recovered_s": self.recovered_s,
         }  # fmt: skip
 
     def headline(self) -> str:
-        """Return a summary of the story in one line."""
+        """Return a one-line summary of the incident: subject, symptom, duration and affected requests."""
         moved = [e.fact for e in self.events if isinstance(e.fact, o.RequestMigrated)]
         exposed = sum(isinstance(e.fact, o.RequestExposed) for e in self.events)
         lost = sum(isinstance(e.fact, o.RequestAbandoned) for e in self.events)
@@ -80,7 +81,7 @@ class Story:
 
 
 def is_routine(fact: Fact) -> bool:
-    """Return whether a fact only reports normal operation, so that a timeline omits it by default."""
+    """Return whether a fact only reports normal operation. By default, a timeline omits such facts."""
     match fact:
         case o.CanaryPassed(check_type=check):
             return check == "scheduled"
@@ -98,9 +99,9 @@ async def events(
     since: int | datetime | None = None,
     routine: bool = False,
 ) -> AsyncIterator[Recorded]:
-    """Yield the events about a worker or request, or all events, in order.
+    """Yield the events about a worker or request in the order of the journal; all events if neither is given.
 
-    `since` is a sequence number or a time, which is included. Routine events are left out unless `routine` is set."""
+    `since` is the first sequence number or time to include. Routine events are left out unless `routine` is set."""
     after = since - 1 if isinstance(since, int) else 0
     start = since if isinstance(since, datetime) else None
     async for batch in archive.select(after=max(0, after), since=start, worker=worker, request=request):
@@ -110,9 +111,10 @@ async def events(
 
 
 async def story(journal: Journal, archive: Archive, incident: str) -> Story:
-    """Return the events of one incident, from its first symptom to its end or to the last event so far.
+    """Return one incident with its events, from shortly before the first symptom to shortly after the end.
 
-    Raise NoSuchEvent if the archive holds no incident with this id."""
+    If the incident is still open, the events continue to the newest one. Raise NoSuchEvent if the archive has no incident with
+    this id."""
     carried = [e async for batch in archive.select(incident=incident) for e in batch]
     opened = next(((e, e.fact) for e in carried if isinstance(e.fact, IncidentOpened)), None)
     if opened is None:
@@ -135,8 +137,9 @@ async def _scene(
 ) -> list[Recorded]:
     """Return the events about an incident's worker or model, from shortly before the first symptom to the end.
 
-    For a worker, user impact after the end is included for IMPACT_AFTER. It is included only until the worker's next
-    incident begins or an operator gives a command.
+    For a worker's incident, events after the end that show user impact are also included. They stop 5 s
+    (IMPACT_AFTER) after the end, or at the worker's next incident, shutdown, fault injection or operator command, whichever
+    comes first.
     """
     kind, _, subject_name = subject.partition(":")
     worker = subject_name if kind == "worker" else None
@@ -154,7 +157,7 @@ async def _scene(
 
 
 def _came_from_another(fact: Fact, worker: str | None) -> bool:
-    """Return whether a fact says that a request moved from another worker to this one.
+    """Return whether a fact reports that a request moved from another worker to `worker`.
 
     Such a move is the user impact of the other worker's incident."""
     return (
@@ -165,7 +168,11 @@ def _came_from_another(fact: Fact, worker: str | None) -> bool:
 
 
 def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
-    """Return the events after an incident's end that show its impact on users."""
+    """Return the events after an incident's end that show the incident's impact on users.
+
+    The events stop 5 s (IMPACT_AFTER) after the end, or at the worker's next incident, shutdown, fault injection or operator
+    command, whichever comes first.
+    """
     impact: list[Recorded] = []
     for event in after:
         if isinstance(event.fact, _NEXT) or event.at > end + IMPACT_AFTER:
@@ -177,9 +184,10 @@ def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
 def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
     """Return the events before an incident's first symptom that belong to the incident.
 
-    If a fault was injected and not healed long before the symptom, these are the injection and the user impact after it. Without
-    an injected fault, they are the user impact shortly before the symptom. User impact can come before the symptom because a
-    frontend often notices a failure first.
+    The last injected fault belongs to the incident unless the fault ended more than 5 s (IMPACT_BEFORE) before the symptom. If
+    the fault belongs to the incident, return its injection, and the migrations and losses of requests since the injection.
+    Otherwise, return only the migrations and losses of requests in the 5 s before the symptom. Requests can be affected before
+    the symptom, because a frontend often notices a failure first.
     """
     injected: list[Recorded] = []
     for event in before:
@@ -206,10 +214,11 @@ def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
 
 
 async def incident_of(archive: Archive, journal: Journal, reference: str) -> str:
-    """Return the id of the incident to which an event belongs, given the event's sequence number, ce-id or `decision:N`.
+    """Return the id of the incident to which an event belongs.
 
-    If no event has this name, `reference` is taken as the id of an incident and returned. Raise NoSuchEvent if the event is a
-    decision without an incident."""
+    `reference` names the event: a sequence number, CloudEvents id or `decision:N`. If `reference` names no event, return
+    `reference` unchanged, because it can be the id of an incident. If `reference` names an observation without an incident,
+    also return `reference` unchanged. Raise NoSuchEvent for a decision without an incident."""
     try:
         event = await find(journal, archive, reference)
     except NoSuchEvent:
@@ -222,9 +231,9 @@ async def incident_of(archive: Archive, journal: Journal, reference: str) -> str
 
 
 async def _led_to(archive: Archive, before: Recorded) -> str:
-    """Return the incident of the first decision that an event caused.
+    """Return the incident id of the first decision that the event `before` caused, "" if none is found.
 
-    Return "" if none of the next LED_WITHIN events is such a decision."""
+    Decisions without an incident are skipped. The search ends after the next LED_WITHIN (5,000) events."""
     looked = 0
     async for batch in archive.select(after=before.seq):
         for event in batch:

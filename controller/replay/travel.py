@@ -1,4 +1,4 @@
-"""Restores the fleet state of a past moment from the last snapshot before the moment and the journal."""
+"""Restores a past fleet state from the last earlier snapshot and the events after this snapshot."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Moment:
 
 
 async def at(journal: Journal, store: StateStore | None, when: int | datetime) -> Moment:
-    """Return the fleet state at a sequence number or a time. `store` None means that only the journal is read.
+    """Return the fleet state at the sequence number or time `when`. If `store` is None, only the journal is read.
 
     Raise NotYet if the journal ends before the sequence number. Raise NoLonger if the needed events were dropped from the
     journal, and neither the store nor the journal has a snapshot from before `when`.
@@ -47,16 +47,19 @@ async def at(journal: Journal, store: StateStore | None, when: int | datetime) -
 
 
 async def order_at(journal: Journal, store: StateStore | None, seq: int) -> Order[Fleet]:
-    """Return the fold up to a sequence number, to which the caller can add the following events. Raise NotYet, NoLonger."""
+    """Return the fleet state folded from the journal up to the event `seq`.
+
+    The caller can add later events to the result. Raise NotYet or NoLonger as `at` does."""
     return (await _folded(journal, store, seq))[0]
 
 
 async def _folded(
     journal: Journal, store: StateStore | None, when: int | datetime
 ) -> tuple[Order[Fleet], datetime | None, int]:
-    """Return the fold up to a moment, the time of the last event folded, and the number of events folded.
+    """Restore a snapshot and fold the later events up to `when`.
 
-    The time is None if no event was folded after the snapshot. Raise NotYet, NoLonger."""
+    Return the fleet state, the time of the last of these events, and their number. The time is None if there are no such
+    events. Raise NotYet or NoLonger as `at` does."""
     last = await journal.last_seq()
     if isinstance(when, int) and when > last:
         raise NotYet(f"the journal ends at {last}, before {when}. {NotYet.__doc__}")
@@ -71,10 +74,11 @@ async def _folded(
 
 
 async def _order(journal: Journal, store: StateStore | None, when: int | datetime) -> Order[Fleet]:
-    """Return the fold of the last snapshot before `when`, from which events can be folded up to `when`.
+    """Return the fleet state of the last snapshot before `when`. The caller can add the later events to the result.
 
-    The snapshot comes from the store. If the journal has dropped events after that snapshot, the snapshot comes from the journal.
-    Without a snapshot, the fold is empty and begins with the journal's first event. Raise NoLonger."""
+    The snapshot is read from the store. If the store has none and the journal has dropped no event, the state is empty. If the
+    journal has dropped events that follow the store's snapshot, the last snapshot on the journal before `when` is used
+    instead. Raise NoLonger if the journal's snapshot is needed, but the journal has none from before `when`."""
     order, first = order_from(await _before(store, when)), await journal.first_seq()
     if first <= order.last_seq + 1:
         return order
@@ -93,7 +97,9 @@ async def _order(journal: Journal, store: StateStore | None, when: int | datetim
 
 
 async def events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
-    """Yield the events after sequence number `after`, up to and including `until`. Raise JournalUnavailable."""
+    """Yield the events after sequence number `after`, up to and including `until`.
+
+    Raise JournalUnavailable if the journal sends no event for too long."""
     async for batch in history(journal, after, until):
         for event in batch:
             yield event
@@ -106,7 +112,9 @@ async def _before(store: StateStore | None, when: int | datetime) -> Snapshot | 
 
 
 def describe(moment: Moment) -> dict[str, Any]:
-    """Return a moment as plain JSON types, with the rows that the state store held at that moment."""
+    """Return a past fleet state as plain JSON types.
+
+    The result holds the position, the rows as in the state store, and the open incidents."""
     fleet = moment.fleet
     rows = projection.state(fleet)
     tables = {
@@ -127,7 +135,7 @@ def describe(moment: Moment) -> dict[str, Any]:
 
 
 def lines(moment: Moment) -> list[str]:
-    """Format a moment as lines of text: one per worker, model and open incident."""
+    """Format a past fleet state as a heading and one line per worker, model and open incident."""
     fleet = moment.fleet
     when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC" if moment.at else ""
     output = [f"at {moment.seq}{when}, after decision {moment.number}"]

@@ -1,10 +1,11 @@
 """Verifies the store's rows and the controller's decisions against the journal.
 
-The journal is folded again. For every recorded decision, the deciders run again on the state, policy and version that were in
-force, and must return the same decision. Decisions of deciders older than `OLDEST` are folded but not decided again.
+The fleet state is folded from the journal again. For each recorded decision, the deciders (the functions that decide about
+workers) run again with the state, policy and deciders version then in force. They must return the same decision. Decisions of
+deciders older than `OLDEST` are applied to the state, but not decided again.
 
-When the fold reaches the store's position, the store's rows must equal the rows of the fold. Every event in the store's audit
-table must equal the journal's event.
+At the store's position, the store's rows must equal the rows computed from the folded state. Every event in the store's audit
+table must equal the same event on the journal.
 """
 
 import json
@@ -29,12 +30,13 @@ from controller.replay.event_lookup import name
 from controller.replay.store import HistoryStore, StoreSnapshot
 from controller.runtime.bounded_read import history
 from controller.runtime.initial_fold import oldest, order_from
+from controller.terminal_text import shortened
 from events import codec
 from events.decisions import Absorbed, PolicyAdopted
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Recorded, Skipped
 from events.intrusion.source_rule import forged
-from events.journal.port import Journal
+from events.journal.port import Journal, JournalDropped
 from events.order import Order
 from events.versions import InForce
 
@@ -44,12 +46,13 @@ _NO_END = (
     "the journal is shorter than what the store has folded: restore the broker's directory from a backup, or continue with "
     "what the journal holds (`holdfast up --accept-journal`)"
 )
+TRIES = 5  # attempts to start at the oldest snapshot of a journal that is dropping events
 SHOWN_CHARS_MAX = 600  # maximum characters of each side of a difference
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyDifference:
-    """The first difference that was found: where, and the expected and the actual value."""
+    """The first difference that was found: where it is, the expected value, and the actual value."""
 
     where: str  # a row of a table, an event of the audit table, or a decision
     seq: int
@@ -61,9 +64,9 @@ class VerifyDifference:
         return f"{self.where} differs at {self.seq}:\n  expected {_brief(self.expected)}\n  found    {_brief(self.found)}"
 
     def remedy(self) -> str:
-        """Return how to repair the difference.
+        """Return how to repair the difference; "" for a wrong decision.
 
-        The result is "" for a wrong decision, which cannot be repaired because it stays on the journal."""
+        A wrong decision cannot be repaired, because it stays on the journal."""
         if self.where.startswith("decision"):
             return ""
         return _NO_END if self.where == _END else _REPAIR
@@ -71,8 +74,7 @@ class VerifyDifference:
 
 def _brief(value: Any) -> str:
     """Return a value as text of at most SHOWN_CHARS_MAX characters. `-o json` prints the full value."""
-    text = str(value)
-    return text if len(text) <= SHOWN_CHARS_MAX else f"{text[: SHOWN_CHARS_MAX - 1]}…"
+    return shortened(str(value), SHOWN_CHARS_MAX)
 
 
 @dataclass
@@ -132,22 +134,30 @@ class Differs(Exception):
 async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> VerifyReport:
     """Verify the store and the decisions against the journal, and stop at the first difference.
 
-    Verification starts at the store's last snapshot before the sequence number `since`; 0 means at the journal's start. If the
-    journal has dropped events after that point, verification starts at the journal's oldest snapshot.
-    Raise JournalChanged if the journal has dropped events and has no snapshot.
+    Verification starts at the store's last snapshot before the sequence number `since`. If `since` is 0, verification starts
+    at the journal's start. If the journal has dropped events after that point, verification starts at the journal's oldest
+    snapshot. Raise JournalChanged if the journal has dropped events and has no snapshot.
     """
     async with store.reading() as frozen:
         position = frozen.reading.position
         last = await journal.last_seq()
         snapshot = await store.snapshot_before(min(since, position.seq)) if since else None
-        first, starts = await journal.first_seq(), snapshot.position.through + 1 if snapshot else 1
-        run = _Run(frozen, snapshot if first <= starts else await oldest(journal, starts - 1))
-        run.report.begins = first
-        run.report.position, run.report.lag = position.seq, max(0, last - position.seq)
-        try:
-            await run.all(journal, last)
-        except Differs as found:
-            run.report.difference = found.difference
+        for left in reversed(range(TRIES)):
+            first, starts = await journal.first_seq(), snapshot.position.through + 1 if snapshot else 1
+            run = _Run(frozen, snapshot if first <= starts else await oldest(journal, starts - 1))
+            run.report.begins = first
+            run.report.position, run.report.lag = position.seq, max(0, last - position.seq)
+            try:
+                await run.all(journal, last)
+            except Differs as found:
+                run.report.difference = found.difference
+            except JournalDropped:
+                # A full journal drops its oldest events at any time, also those after the snapshot that was just found. Once
+                # events were folded, another attempt would not help: the journal drops events faster than they are read.
+                if not left or run.report.folded:
+                    raise
+                continue
+            break
         return run.report
 
 
@@ -167,7 +177,9 @@ class _Run:
         self.report = VerifyReport(since=self._order.last_seq)
 
     async def all(self, journal: Journal, last: int) -> None:
-        """Fold the journal up to sequence number `last`, and compare at each step. Raise Differs."""
+        """Fold the journal up to sequence number `last`, and verify the decisions and the store on the way.
+
+        Raise Differs at the first difference."""
         self._kept = await anext(self._audit, None)
         if self._position.seq <= self._order.last_seq:
             self._compare_rows()
@@ -194,7 +206,9 @@ class _Run:
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _gather(self, event: Recorded) -> None:
-        """Collect a decision with the others of its settle run, and decide the previous run again if that one is complete."""
+        """Collect the decisions of one settle run: one call of the deciders by a controller.
+
+        The first event that is not part of the run shows that the run is complete. The deciders then decide the run again."""
         if not isinstance(event.fact, Decision):
             return self._decide_again()
         if event.seq <= self._order.position.decided:
@@ -238,10 +252,10 @@ class _Run:
     def _policy(
         self, state: Fleet, first: Decision, decisions: int
     ) -> tuple[InForce | None, FleetPolicy | None]:
-        """Return the `InForce` and the policy under which a settle run was decided.
+        """Return the `InForce` and the policy under which a settle run (one call of the deciders) was decided.
 
-        Both are None if this release cannot decide the run again, which is then counted as skipped. `first` is the first decision
-        of the run, and `decisions` is their number."""
+        If this release cannot decide the run again, return None for both, and count the run's decisions as skipped. `first` is
+        the run's first decision, and `decisions` is the number of the run's decisions."""
         adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
         # a new leader adopts its policy first, for the rest of the settle run
         if isinstance(first, PolicyAdopted):
@@ -315,9 +329,9 @@ async def _rows(frozen: StoreSnapshot, after: int) -> AsyncIterator[Sequence[Any
 
 
 def _same(fact: Fact, ours: str, theirs: str) -> bool:
-    """Return whether a stored body means the same as the body of a fact. Both bodies are JSON.
+    """Return whether the stored JSON body `theirs` means the same as `ours`, the JSON body of `fact`.
 
-    A body that an older release stored may lack optional fields that were added later; it counts as the same."""
+    A body from an older release may lack optional fields that were added later, and still mean the same."""
     expected, found = json.loads(ours), json.loads(theirs)
     if expected == found:
         return True
@@ -331,7 +345,7 @@ def _same(fact: Fact, ours: str, theirs: str) -> bool:
 
 
 def _settle_of(event: Recorded) -> tuple[object, ...]:
-    """Return a key that is the same for all decisions of one settle run, and differs between runs."""
+    """Return a key that identifies the settle run (the call of the deciders) in which a decision was made."""
     assert isinstance(event.fact, Decision)
     return (event.source, event.through, event.fact.decided_at)
 

@@ -1,4 +1,4 @@
-"""The endpoint table of a router: one endpoint per worker instance, maintained from the fold.
+"""The endpoint table of a router: one endpoint per worker instance, updated from the fleet state.
 
 An endpoint combines the fleet's view of a worker (weight, health) with this frontend's requests in flight on the
 worker. The lineage of a worker is what must not change during a request: the revision of the weights, and the
@@ -31,7 +31,10 @@ RANKS_MAX = 1024  # largest number of DP ranks per worker, whatever the worker r
 
 
 class ConnectedWorkers(Protocol):
-    """The connection layer's view of workers. No method blocks. By default all workers are reachable and report no load."""
+    """The connection layer's view of workers. By default all workers are reachable and report no load.
+
+    No method blocks.
+    """
 
     def reachable(self, worker: str, instance: str) -> bool:
         """Return whether this instance is connected, and its engine is not known to be stuck."""
@@ -54,12 +57,15 @@ class ConnectedWorkers(Protocol):
         return None
 
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the external load of each DP rank, or () if the worker has one rank or does not report per rank."""
+        """Return the load of each DP rank from requests that are not this frontend's.
+
+        Return () if the worker has one rank, or does not report the load of its ranks.
+        """
         return ()
 
 
 class WorkerRank(NamedTuple):
-    """One DP rank of a worker instance, which has its own KV cache."""
+    """One DP (data-parallel) rank of a worker instance. Each rank has its own KV cache."""
 
     worker: str
     instance: str
@@ -77,7 +83,10 @@ class Server(NamedTuple):
 
 @dataclass(slots=True)
 class KeptRoom:
-    """The room at a worker that is reserved for requests between admission and sending, as far as their size is known."""
+    """A worker's capacity that is reserved for admitted requests until they are sent.
+
+    A request adds 0 to `tokens` or `blocks` if its size is unknown.
+    """
 
     requests: int = 0
     tokens: int = 0  # prompt tokens to prefill
@@ -151,26 +160,24 @@ class Endpoint:
     # --- this frontend's requests on the worker: only these methods write its counters
 
     def admit(self, tokens: int = 0, blocks: float = 0.0) -> None:
-        """Reserve capacity for one request until `release`: the prompt tokens to prefill, and the KV blocks that it
-        needs.
-        """
+        """Reserve capacity for one request until `release`: its prompt tokens to prefill and its KV blocks."""
         self.kept.requests += 1
         self.kept.tokens += tokens
         self.kept.blocks += blocks
 
     def release(self, tokens: int = 0, blocks: float = 0.0) -> None:
-        """Release the room of one request, with the same `tokens` and `blocks` as in `admit`."""
+        """Release the capacity reserved by `admit` for one request, with the same `tokens` and `blocks`."""
         self.kept.requests -= 1
         self.kept.tokens -= tokens
         self.kept.blocks = self.kept.blocks - blocks if self.kept.requests else 0.0
 
     def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that are sent to this endpoint. `tokens` is the sum of their prompt lengths and token limits."""
+        """Add sent requests to this endpoint's counters. `tokens` is the sum of their prompt lengths and token limits."""
         self.active += requests
         self.tokens += tokens
 
     def end(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that no longer run at this endpoint, with the same `tokens` as in `begin`."""
+        """Subtract requests that no longer run here from this endpoint's counters, with the same `tokens` as in `begin`."""
         self.active -= requests
         self.tokens -= tokens
 
@@ -189,19 +196,19 @@ class Endpoint:
 
 
 def most_common_value(claims: Sequence[int]) -> int:
-    """Return the most frequent value, or the largest of several such values.
+    """Return the most frequent value. In a tie, return the largest of the tied values.
 
-    Each value is a vote, so no single claim decides.
+    Each claim counts as one vote for its value.
     """
     counts = Counter(claims)
     return max(counts, key=lambda value: (counts[value], value))
 
 
 def confirmed(claims: Iterable[tuple[int, str]]) -> int:
-    """Return the largest value that workers of at least two broker accounts reach. With one account, return its largest
-    value.
+    """Return the largest value that workers of at least two broker accounts support.
 
-    `claims` contains each worker's value and account. A single account cannot raise the result.
+    `claims` contains each worker's value and account. A worker supports every value up to the one that it claims. If all
+    claims are from one account, return the largest claimed value. Otherwise no single account can raise the result.
     """
     most: dict[str, int] = {}
     for value, account in claims:
@@ -210,16 +217,16 @@ def confirmed(claims: Iterable[tuple[int, str]]) -> int:
 
 
 def shown_context(endpoints: Iterable[Endpoint]) -> int:
-    """Return the context length that clients are shown: the largest that workers of two broker accounts reach."""
+    """Return the context length that clients are shown: the largest that two broker accounts support (`confirmed`)."""
     return confirmed((one.context_tokens, one.joined.account or one.worker) for one in endpoints)
 
 
 @dataclass(frozen=True)
 class EndpointGroup:
-    """The workers of one model and lineage (at least one), and the limits of a request to them.
+    """The workers (at least one) of one model and lineage (revision and tokenizer), with the limits of a request.
 
-    Workers that may get requests now vote on the limits (all workers, if none may). So no single claim narrows a
-    limit.
+    The limits are computed from the registrations of the workers that may currently get requests, or of all workers if no
+    worker may. Each limit is the largest or the most frequent value, so that no single registration narrows it.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -254,14 +261,14 @@ class EndpointGroup:
         )
 
     def answer_room(self, prompt_tokens: int) -> int:
-        """Return the number of tokens that an answer to this prompt may have if the client sets no limit."""
+        """Return the largest number of answer tokens for a prompt of `prompt_tokens` tokens if the client sets no limit."""
         room = self.usual_context - prompt_tokens
         return room if room > 0 else self.context_tokens - prompt_tokens
 
 
 @dataclass(slots=True)
 class TableChange:
-    """What changed in the table by one update from the fold."""
+    """The changes of an endpoint table in one update from the fleet state."""
 
     updated: list[tuple[Endpoint, Worker]] = field(default_factory=list)
     # whether an endpoint may now get more or fewer requests, or whether its requests have to move
@@ -275,7 +282,7 @@ class TableChange:
 
 
 class EndpointTable:
-    """All endpoints of a frontend, by key and by model, with the settings of each model from the fold."""
+    """All endpoints of a frontend, by key and by model, with the settings of each model from the fleet state."""
 
     def __init__(self, allows: Callable[[WorkerJoined], bool] = lambda joined: True) -> None:
         """Create an empty table. A worker that `allows` rejects gets no endpoint."""
@@ -301,7 +308,7 @@ class EndpointTable:
         self._limits: dict[str, int | None] = {}
 
     def absorb(self, fleet: Fleet) -> TableChange:
-        """Update the table to the fold's current state. Return what has changed.
+        """Update the table to this fleet state. Return what has changed.
 
         Workers are compared by identity, so an update with one changed worker in a thousand is cheap.
         """
@@ -340,7 +347,7 @@ class EndpointTable:
             self._thresholds = self.thresholds = fleet.thresholds
 
     def _update_models(self, fleet: Fleet) -> None:
-        """Update which models are served or awaited."""
+        """Update the names of the models that workers serve or will serve."""
         waiting = fleet.waiting
         self.known = {worker.joined.model for worker in fleet.workers.values()}
         self.known |= {one.model for one in waiting if one.model}
@@ -350,10 +357,10 @@ class EndpointTable:
         self.unnamed = tuple(one.worker for one in waiting if not one.model)
 
     def _update(self, worker: Worker, before: Worker | None, change: TableChange) -> None:
-        """Update the endpoint of one worker from the fold.
+        """Update the endpoint of one worker from the fleet state.
 
-        A worker accused by its canaries gets no requests from the first evidence on. The controller's decision
-        certainly follows, but it takes a while and needs a live controller.
+        If its canaries accuse a worker, it gets no requests from the first evidence on, unless it serves as the last worker of
+        its model. The controller decides the same, but later: its decision takes a while and needs a live controller.
         """
         key = (worker.joined.worker, worker.joined.instance)
         self.known.add(worker.joined.model)
@@ -373,18 +380,17 @@ class EndpointTable:
         endpoint.expected = worker.expected
         out = (endpoint.corrupt or worker.health.charges.accused) and not endpoint.suspect
         endpoint.weight = 0.0 if out or not endpoint.context_tokens else worker.weight
-        same = before is not None and (before.drain, before.health.limits) == (
-            worker.drain,
-            worker.health.limits,
-        )
+        now = worker.drain, worker.health.limits
+        same = before is not None and (before.drain, before.health.limits) == now
         change.moved = change.moved or not same or before_it != endpoint.standing
         change.updated.append((endpoint, worker))
 
     def _suspect(self, worker: Worker) -> str:
-        """Return why canaries convict a worker that still serves as the last worker of its model. Return "" for any
-        other worker.
+        """Return why a worker that serves only as its model's last worker is distrusted; "" for any other worker.
 
-        Between the evidence and the controller's decision, the decision is predicted, so that requests need not move.
+        The reason is that the worker failed its canaries, or that its lineage (reported weights) is new. The controller
+        decides some time after the evidence whether the worker serves. Until then, this method predicts the decision, so that
+        requests need not move.
         """
         why = worker.health.charges.accused or worker.health.reason
         if worker.serves_suspect:
@@ -393,7 +399,7 @@ class EndpointTable:
             return ""
         model = worker.joined.model
         others = (one for one in self._known.values() if one is not worker and one.joined.model == model)
-        serves = (one.serves_suspect or (one.routable and not one.corrupt) for one in others)
+        serves = (one.serves_suspect or (one.routable and not one.health.corrupt) for one in others)
         return "" if any(serves) else why
 
     @property
@@ -401,10 +407,10 @@ class EndpointTable:
         return bool((self._policy or {}).get("budget", {}).get("keep_last", False))
 
     def stands_in(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> bool:
-        """Return whether a worker not in `without` is out of service only because of canaries, so that requests can wait
-        for it.
+        """Return whether requests can wait for a worker that is out of service only because of failed canaries.
 
-        Such a worker serves as soon as the controller sees that no other worker of the model serves.
+        Such a worker serves as soon as the controller sees that no other worker of the model serves. Workers in `without` are
+        ignored.
         """
         return self._keeps_last and any(
             worker.joined.model == model
@@ -416,27 +422,26 @@ class EndpointTable:
         )
 
     def worker(self, endpoint: Endpoint) -> Worker | None:
-        """Return the fold's state of an endpoint's worker, or None if that worker instance has ended."""
+        """Return the fleet's state of an endpoint's worker, or None if that worker instance has ended."""
         worker = self._known.get(endpoint.worker)
         same = worker is not None and worker.alive and worker.joined.instance == endpoint.instance
         return worker if same else None
 
     def drains(self, endpoint: Endpoint) -> bool:
-        """Return whether the fleet drains an endpoint's worker instance, even if the worker has not received the command
-        yet.
-        """
+        """Return whether the fleet drains an endpoint's worker instance, even if the instance does not know it yet."""
         worker = self.worker(endpoint)
         return worker is not None and worker.drain.active
 
     @property
     def workers(self) -> Iterable[Worker]:
-        """Every worker in the fold, with dead and forgotten workers."""
+        """Every worker in the fleet state, dead and removed ones included."""
         return (*self._known.values(), *self._departed.values())
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Apply thresholds that were set at this frontend, before the fold contains them.
+        """Apply busy thresholds that were set at this frontend, before the fleet state contains them.
 
-        The fold's version, merged with changes made at other frontends, replaces them later.
+        When the thresholds in the fleet state next change, the table takes over all thresholds of the fleet state. The
+        fleet state also has the changes that were made at other frontends.
         """
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
@@ -450,7 +455,7 @@ class EndpointTable:
         return found
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
-        """Fill the table with these workers, all HEALTHY, instead of the workers of a fold."""
+        """Fill the table with these workers, all HEALTHY, instead of the workers of a fleet state."""
         fresh = []
         for fact in joined:
             endpoint = self.endpoints.get((fact.worker, fact.instance)) or Endpoint(fact)
@@ -460,7 +465,7 @@ class EndpointTable:
         self._replace(fresh)
 
     def knobs(self, model: str) -> Knobs:
-        """Return the knobs of a model's degradation level, or the default knobs if no level is set."""
+        """Return the service settings (knobs) of a model's degradation level, or the default ones if no level is set."""
         return self._knobs.get(model, _USUAL)
 
     def sheds(self, model: str, tier: str) -> bool:
@@ -472,9 +477,9 @@ class EndpointTable:
         return self.tiers.rank(tier)
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup | None:
-        """Return a model's workers of one lineage, or None if there are none.
+        """Return a model's workers of one lineage (revision and tokenizer), or None if there are none.
 
-        The group is cached until a worker joins or leaves, because each request calls this several times.
+        The group is cached until the workers or their health change, because each request calls this several times.
         """
         name = (model, lineage)
         group = self._group.get(name)
@@ -486,13 +491,13 @@ class EndpointTable:
     @property
     def served(self) -> list[str]:
         """The models with a worker in service."""
-        return sorted(
-            model for model, endpoints in self.models.items() if any(one.routable for one in endpoints)
-        )
+        models = self.models.items()
+        return sorted(model for model, endpoints in models if any(one.routable for one in endpoints))
 
     def migration_limit(self, model: str) -> int | None:
-        """Return the migration limit that most routable workers of this model have registered, or None if none has
-        registered one.
+        """Return the migration limit that most of a model's routable workers have registered; None if none has one.
+
+        If no worker is routable, all workers of the model count.
         """
         if model not in self._limits:
             endpoints = self.models.get(model, ())

@@ -1,9 +1,9 @@
 """Trust in a worker's KV cache: whether another worker may receive it.
 
-The wrong results of a worker remain in its KV cache, and stay wrong on any worker that receives the cache. So a
-shipment requires a `TrustedSource`. None can be created for a worker that is dead, was ejected for its answers or
-actions, or is suspected of wrong answers. Workers that drain, are throttled or slow, or lost an NVLink compute
-correctly and are trusted.
+The wrong results of a worker remain in its KV cache, and stay wrong on any worker that receives the cache. So sending a cache
+requires a `TrustedSource` of the sender. None can be created for a worker that is dead, was ejected for its answers or
+actions, or is suspected of wrong answers. A worker that is draining, throttled or slow still computes correctly, and is
+trusted. So is a worker that has lost an NVLink.
 """
 
 from controller.deciders.fleet import Worker
@@ -42,7 +42,7 @@ def _doubt(worker: Worker) -> str:
         return f"it is {health.status.value}"
     accused, canaries = health.charges.accused, health.canaries
     if health.convicted or accused or health.exit.given_up:
-        return accused or next(iter(health.convictions), health.reason)
+        return accused or next(iter(health.charges.convictions), health.reason)
     if canaries.failures and canaries.failure in CORRUPT_REASONS:
         return canaries.failure
     return "its answers contradict another worker's" if health.disputed else ""

@@ -1,20 +1,20 @@
-"""Level-triggered actuator: sends commands to workers until their heartbeats agree with the fold.
+"""Level-triggered actuator: sends workers commands until their heartbeats match the fleet state.
 
 The actuator:
 
 - commands workers to drain and to resume;
-- ends an instance that was declared dead but still runs, so that its successor can join. DEAD is final, even after the worker
-  was forgotten. A hung worker may share its process with other workers, and a signal would end all of them. A command ends
-  only the hung worker;
-- ends a former instance if another process registered under the same name and left again. Otherwise the two live instances
-  would keep displacing each other;
+- ends an instance that was declared dead but still runs, so that the worker's next instance can join. The health status DEAD is
+  final, even after the worker was removed from the fleet. The instance is ended by a command, because a signal would end all
+  workers in its process;
+- ends a former instance that still runs, if the worker's current instance has left or is dead. Otherwise this former instance
+  and the worker's next instance would displace each other again and again;
 - notifies a worker that was convicted of wrong answers or of a failed device. The worker then sends no KV caches to others;
-- sends each worker the share of its engine's batch size that the worker may fill. The share follows from the degradation level,
-  which all workers of a model have in common.
+- limits how much of its engine's batch size each worker may fill (a share from 0 to 1). The share follows from the degradation
+  level of the worker's model.
 
-The actuator keeps no position on the journal. It compares the fold with the heartbeats, and repeats a command until the two
-agree. Commands are idempotent. If a worker does not answer, the actuator repeats the command with backoff. Other components
-decide whether the worker is dead.
+The actuator keeps no position on the journal. It compares the fleet state (folded from the journal) with the heartbeats, and
+repeats a command until the two agree. Commands are idempotent. If a worker does not answer, the actuator repeats the command
+with backoff. Other components decide whether the worker is dead.
 """
 
 import asyncio
@@ -37,20 +37,13 @@ from events.fact import Recorded
 from events.intrusion.control_message import control
 from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import ResumeRequested
+from events.subjects import Verb
 
 BEAT_FRESH_S = 3.0
 DEADLINE_S_MIN = 0.1
 CONFIRMED_S = 2.0  # time that a worker's beats have to show a change, after the worker confirmed the command
 
 ActuatorCommand = Literal["drain", "resume", "retire", "distrust", "trust", "batch"]
-SUBJECTS: dict[ActuatorCommand, Callable[[str], str]] = {
-    "drain": subjects.drain,
-    "resume": subjects.resume,
-    "retire": subjects.retire,
-    "distrust": subjects.distrust,
-    "trust": subjects.distrust,
-    "batch": subjects.batch,
-}
 
 log = structlog.get_logger(__name__)
 
@@ -67,14 +60,14 @@ class _Attempt:
     confirmed: bool = False  # whether the worker has confirmed the command
 
     @property
-    def wish(self) -> tuple[str, ActuatorCommand, float]:
+    def command_key(self) -> tuple[str, ActuatorCommand, float]:
         """The command's identity. If it changes, the backoff starts again."""
         return self.instance, self.command, self.share if self.command == "batch" else 1.0
 
 
 @dataclass(eq=False)
 class Actuator:
-    """Sends workers the commands that the fold requires, while this controller leads."""
+    """Sends workers the commands that the fleet state requires, while this controller leads."""
 
     view: View
     beats: Beats
@@ -94,7 +87,7 @@ class Actuator:
             self._changed.set()
 
     async def run(self) -> None:
-        """Compare the fold with the heartbeats and send commands, until cancelled."""
+        """Compare the fleet state with the heartbeats and send commands, until cancelled."""
         while True:
             self._changed.clear()
             if self.leading():
@@ -105,7 +98,7 @@ class Actuator:
     def _due(self) -> dict[str, ActuatorCommand]:
         """Return the commands to send now, by worker name.
 
-        A worker is included if its beats disagree with the fold and the wait before its next try has passed.
+        A command that was sent before is left out until the wait before its next attempt has passed.
         """
         found: dict[str, ActuatorCommand] = {}
         workers = {**self.view.fleet.departed, **self.view.fleet.workers}
@@ -122,7 +115,7 @@ class Actuator:
                 self._attempts.pop(name, None)
                 continue
             attempt = _Attempt(instance, command, self._share(worker))
-            if known is None or known.wish != attempt.wish:
+            if known is None or known.command_key != attempt.command_key:
                 known = self._attempts[name] = attempt
             if self.clock.monotonic() >= known.next_at:
                 found[name] = command
@@ -131,8 +124,8 @@ class Actuator:
     def _command(self, worker: Worker, heard: Container[tuple[str, int]]) -> ActuatorCommand | None:
         """Return the command that the worker needs.
 
-        None if the worker's last beat agrees with the fold, or if no process would receive a command. `heard` contains the
-        processes that are alive, because one of their workers sent a recent beat.
+        None if the worker's last heartbeat agrees with the fleet state, or if no process would receive a command. `heard`
+        contains the processes (host and pid) that are known to be alive, because one of their workers sent a recent heartbeat.
         """
         beat = self.beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
         drains, left = _should_drain(worker), worker.health.exit
@@ -150,21 +143,21 @@ class Actuator:
         return None if beat.batch in (None, self._share(worker)) else "batch"
 
     def _share(self, worker: Worker) -> float:
-        """Return the share of its engine's batch size that a worker may fill, 0 to 1."""
+        """Return how much of its engine's batch size a worker may fill, as a share from 0 to 1."""
         models = self.view.fleet.models
         model = models.get(worker.joined.model)
         return 1.0 if model is None else model.knobs.batch_size
 
     def _processes(self) -> set[tuple[str, int]]:
-        """Return the processes with a recent beat from at least one of their workers."""
+        """Return the processes (host and pid) with a recent heartbeat from at least one of their workers."""
         workers, fresh = self.view.fleet.workers, self.beats.fresh
         heard = (w for n, w in workers.items() if fresh(n, w.joined.instance, BEAT_FRESH_S) is not None)
         return {_process(worker) for worker in heard if worker.joined.topology.host}
 
     def _displaced(self, worker: Worker) -> tuple[str, ActuatorCommand | None]:
-        """Return the latest former instance of a dead worker that still sends beats, with the command that ends this instance.
+        """Return the latest former instance that still sends heartbeats, and the command that ends it.
 
-        Return ("", None) if no former instance sends beats.
+        ("", None) if no former instance sends heartbeats. Called for a worker if its current instance has left or is dead.
         """
         name, past = worker.joined.worker, worker.past
         lives = [one for one in past if self.beats.fresh(name, one, BEAT_FRESH_S) is not None]
@@ -175,7 +168,7 @@ class Actuator:
         worker = fleet.remembered(name)
         assert worker is not None, "_due() returned it a moment ago"
         body: dict[str, object] = {}
-        subject = SUBJECTS[command](name)
+        verb: Verb = "distrust" if command == "trust" else command
         if command in ("distrust", "trust"):
             body["reason"] = ", ".join(_doubtful_convictions(worker))
         if command == "batch":
@@ -183,9 +176,9 @@ class Actuator:
         if command == "drain" and worker.drain.deadline is not None:
             left = (worker.drain.deadline - self.clock.now()).total_seconds()
             body["deadline_s"] = max(left, DEADLINE_S_MIN)
-        body = control(subject.split(".")[1], name, attempt.instance, "actuator", body)
+        body = control(verb, name, attempt.instance, "actuator", body)
         try:
-            answer = await self.bus.request(subject, body, self.settings.answer_s)
+            answer = await self.bus.request(subjects.command(verb, name), body, self.settings.answer_s)
             refusal = str(answer.get("error") or "")
         except (BusUnavailable, NoAnswer) as error:
             refusal = str(error)
@@ -212,6 +205,6 @@ def _process(worker: Worker) -> tuple[str, int]:
 def _doubtful_convictions(worker: Worker) -> tuple[str, ...]:
     """Return the convictions that put the worker's computed values in doubt.
 
-    All convictions do, except those for silence and for the end of the engine.
+    These are all convictions except SILENT (the worker sent nothing) and ENGINE (its engine failed).
     """
-    return tuple(one for one in worker.health.convictions if one not in (SILENT, ENGINE))
+    return tuple(one for one in worker.health.charges.convictions if one not in (SILENT, ENGINE))

@@ -1,8 +1,9 @@
 """Stores the last heartbeat of each worker instance and the last link report of each frontend.
 
-Heartbeats and link reports are sent over core NATS, which does not keep messages. A beat is lost if this process is not connected
-at that moment. So a conclusion from a worker's silence must first prove that this process was connected (`Liveness`). The field
-`at` is the monotonic time of this process at reception. A worker's clock is compared with ours only to measure its skew.
+A link report lists the workers that a frontend is connected to. Both kinds of message are sent over core NATS, which does not
+keep messages. A heartbeat that is sent while this process is not connected is lost. So a silence counts only if this process was
+connected throughout (`Liveness` checks this). `Heartbeat.at` and `FrontendLinks.at` are the monotonic times at which this process
+received the messages. A worker's clock is compared with the clock of this process only to measure the skew.
 """
 
 from collections import deque
@@ -46,9 +47,10 @@ class Heartbeat:
 
     @property
     def skew_s(self) -> float:
-        """Offset of the worker's clock from ours in seconds, the median of the last beats. Positive: the worker's clock is ahead.
+        """Seconds by which the worker's clock is ahead of this process's clock: the median over the last heartbeats.
 
-        The transit time of a beat makes the worker's clock appear slightly behind. 0 if no beat was measured.
+        Negative if the worker's clock is behind. The transit time of a heartbeat makes the worker's clock appear slightly behind.
+        0 if no heartbeat was received.
         """
         return median(self.skews) if self.skews else 0.0
 
@@ -62,10 +64,10 @@ class FrontendLinks:
 
 
 class Beats:
-    """Receives heartbeats and link reports, and stores the last one of each sender."""
+    """Receives and stores the last heartbeat of each worker instance and the last link report of each frontend."""
 
     def __init__(self, clock: Clock, limit: TrafficLimit = HEARTBEATS) -> None:
-        """`limit`: the traffic that one worker may publish."""
+        """Start without heartbeats and link reports. `limit` is the heartbeat traffic that one worker may publish."""
         self._clock = clock
         self._budgets = SubjectBudgets(limit, NAMES_MAX)
         self.flooded: Callable[[str], None] = lambda worker: None  # called if a worker exceeds its budget
@@ -75,11 +77,14 @@ class Beats:
 
     async def start(self, bus: Bus) -> None:
         """Subscribe to heartbeats and link reports."""
-        await bus.hear(subjects.BEATS, self.on_beat, self.admits)
+        await bus.subscribe_notices(subjects.BEATS, self.on_beat, self.admits)
         await bus.subscribe(subjects.LINKS, self.on_links)
 
     def admits(self, subject: str, size: int) -> bool:
-        """Return whether a heartbeat of `size` bytes is within its worker's budget. Called before the heartbeat is decoded."""
+        """Charge a heartbeat of `size` bytes to its worker's budget, and return whether the budget allows it.
+
+        Called before the heartbeat is decoded.
+        """
         now = self._clock.monotonic()
         if self._budgets.admits(subject, size, now, lambda: self.flooded(subject.rpartition(".")[2])):
             return True
@@ -87,12 +92,15 @@ class Beats:
         return False
 
     def fresh(self, worker: str, instance: str, within_s: float) -> Heartbeat | None:
-        """Return this instance's last beat, or None if there was none within the last `within_s` seconds."""
+        """Return this instance's last heartbeat; None if none was received within the last `within_s` seconds."""
         beat = self.lives.get((worker, instance))
         return beat if beat is not None and self._clock.monotonic() - beat.at <= within_s else None
 
     def linked(self, worker: str, instance: str, within_s: float) -> bool:
-        """Return whether any frontend's last report names a live connection to this instance, and is at most `within_s` old."""
+        """Return whether any frontend reports a connection to this instance.
+
+        Only each frontend's last report counts, and only if it is at most `within_s` seconds old.
+        """
         now = self._clock.monotonic()
         return any(
             now - links.at <= within_s and links.workers.get(worker) == instance
@@ -100,7 +108,11 @@ class Beats:
         )
 
     def on_beat(self, subject: str, body: Body) -> None:
-        """Store one heartbeat, or count it as bad if it is malformed."""
+        """Store one heartbeat.
+
+        Reject and count a heartbeat that is malformed, that is sent under another worker's subject, or that comes from a new
+        instance when NAMES_MAX instances are stored.
+        """
         try:
             worker, instance = str(body["worker"]), str(body["instance"])
             said = body.get("load")
@@ -124,7 +136,10 @@ class Beats:
         return None
 
     def on_links(self, subject: str, body: Body) -> None:
-        """Store one link report, or count it as bad if it is malformed."""
+        """Store one link report.
+
+        Reject and count a report that is malformed, or that comes from a new frontend when NAMES_MAX frontends are stored.
+        """
         try:
             frontend = str(body["frontend"])
             workers = {str(name): str(instance) for name, instance in dict(body["workers"]).items()}

@@ -1,6 +1,6 @@
-"""Reads of the journal, and waits, that end after a time limit.
+"""Journal reads and waits that end after a time limit.
 
-A follower of the journal waits for the broker without limit. A query must instead report that the journal does not answer.
+A follower of the journal waits for the broker without limit. A query ends with an error if the journal does not answer in time.
 """
 
 import asyncio
@@ -35,7 +35,10 @@ async def history(journal: JournalReads, after: int, until: int) -> AsyncIterato
 
 
 async def held(journal: Journal, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
-    """Like `history`, but skip the events that the journal no longer holds. Raise JournalUnavailable."""
+    """Yield lists of events like `history`, but skip the events that the journal has dropped.
+
+    Raise JournalUnavailable if the journal does not answer.
+    """
     async for batch in history(journal, max(after, await journal.first_seq() - 1), until):
         yield batch
 
@@ -43,9 +46,10 @@ async def held(journal: Journal, after: int, until: int) -> AsyncIterator[Sequen
 async def patient(
     batches: AsyncIterator[Sequence[Recorded]], after: int, until: int
 ) -> AsyncIterator[Sequence[Recorded]]:
-    """Yield the event lists of `batches`, which read the journal from `after` to `until`.
+    """Yield the event lists of `batches`, each of which must arrive within PATIENCE_S.
 
-    Raise JournalUnavailable if the next list does not arrive within PATIENCE_S.
+    `batches` reads the journal's events after sequence `after`, up to and including `until`. Raise JournalUnavailable if a list
+    does not arrive in time. The error's text names both sequences.
     """
     while True:
         try:

@@ -1,7 +1,7 @@
-"""The answers to an operator's commands: errors, and sentences derived from a command's fact.
+"""The answers to an operator's commands: errors, and sentences derived from the fact of a command.
 
-Because the answer follows from the fact, any later reader of the journal gives the same answer as the controller that carried out
-the command.
+The fact of a command is the event that records the command's effect. Because the answer follows from the fact, any later
+reader of the journal gives the same answer as the controller that carried out the command.
 """
 
 from events.decisions import PolicyAdopted

@@ -1,8 +1,8 @@
 """Sends an operator command, and looks up its outcome on the journal if no controller answers.
 
 A command has an id, and is carried out before its deadline or never. The sender first reads the broker's clock and sets the
-deadline by that clock, so no two hosts' clocks need to agree. If the answer does not arrive, the journal shows the outcome. Once
-the deadline has passed by the broker's clock, a command without a fact on the journal will not be carried out any more.
+deadline by that clock, so no two hosts' clocks need to agree. If the answer does not arrive, the journal shows the outcome. If
+the journal has no fact of the command when the deadline passes by the broker's clock, the command is never carried out.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from controller.runtime.bounded_read import history
 from events import codec, subjects
 from events.decisions import PolicyAdopted
 from events.journal import stream
-from events.journal.broker import BrokerRefused
 from events.journal.port import JournalUnavailable, StreamEnd
 from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NoSubscriber, NotAllowed
 from events.observations import Commanded, CommandRefused
@@ -30,6 +29,8 @@ class NotCarriedOut(NoAnswer):
 
 async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float) -> Said:
     """Send a command that may be carried out within `within_s` seconds, and return the answer.
+
+    `verb` is the last part of the control subject. `url` is the broker's URL, for a second connection that reads the journal.
 
     Raises:
         NotCarriedOut: the command was certainly not carried out.
@@ -60,18 +61,16 @@ async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float
 
 
 async def _end(bus: NatsBus) -> StreamEnd:
-    """Return the journal's last sequence and the broker's current time. Raise JournalUnavailable."""
-    try:
-        state = await stream.state(bus.connection)
-    except BrokerRefused as error:
-        raise JournalUnavailable(str(error)) from error
+    """Return the journal's last sequence and the broker's current time. Raise JournalUnavailable if there is no answer."""
+    state = await stream.state(bus.connection)
     return StreamEnd(state.last_seq, state.at)
 
 
 async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime) -> Said | None:
-    """Wait for a command's deadline, then return the outcome that the journal shows. None: the command was not carried out.
+    """Wait for a command's deadline, then return the command's outcome; None if it was not carried out.
 
-    Events after sequence `after` are searched. Raise JournalUnavailable.
+    The outcome is searched in the journal's events after sequence `after`, over a new connection to the broker at `url`. Raise
+    JournalUnavailable if the journal does not answer.
     """
     from events.journal.nats import NatsJournal  # imported late: it is slow to import
 

@@ -5,8 +5,8 @@ What happens to a command, from left to right:
     received by every controller ──▶ ended already? ──▶ answered again
                     │
                     ├── its deadline has passed ──▶ refused, and the refusal journalled
-                    ├── another controller leads ─▶ no answer, until it has ended or its deadline has passed
-                    └── we lead ──────────────────▶ carried out ──▶ answered, once the journal has it
+                    ├── another controller leads ─▶ waits until the command has ended or its deadline has passed
+                    └── this controller leads ────▶ carried out ──▶ answered, once the journal has it
 
 Only the leader answers. Every command that a controller has received ends in a fact with the command's id: the command's effect,
 or `CommandRefused`. So a repeated command is not carried out again, even if another controller has become the leader.
@@ -57,15 +57,18 @@ class OperatorCommands:
     journal: Journal
     clock: Clock
     _: KW_ONLY
-    seq: Callable[[], int]  # the journal position up to which `heard` was called
+    seq: Callable[[], int]  # the journal position up to which `record_outcomes` was called
     leading: Callable[[], bool]
     vacant: Callable[[], bool]  # whether no controller seems to lead
 
     _ended: dict[str, Answer] = field(init=False, default_factory=dict)  # answers by command id, oldest first
     _acting: set[str] = field(init=False, default_factory=set)  # ids of commands being carried out
 
-    def heard(self, batch: Sequence[Recorded]) -> None:
-        """Record the outcomes of commands that these events report."""
+    def record_outcomes(self, batch: Sequence[Recorded]) -> None:
+        """Record the outcomes of operator commands that the events in `batch` report.
+
+        While this controller leads, it also refuses each command that reached the journal only after its deadline.
+        """
         for recorded in batch:
             match recorded.fact:
                 case CommandRefused(command=id, why=why):
@@ -81,7 +84,7 @@ class OperatorCommands:
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
         """Carry out an operator command with `act`, and return the answer.
 
-        None if another controller answers, or if the journal stayed unavailable so that the outcome is unknown.
+        None if another controller answers, or if the outcome is unknown because the journal stayed unavailable.
         """
         give_up = self.clock.monotonic() + PATIENCE_S
         while self.clock.monotonic() < give_up:
@@ -105,7 +108,7 @@ class OperatorCommands:
     async def ours_to_answer(self) -> bool:
         """Return whether this controller answers a read-only query.
 
-        It does if it leads, or if no controller has led for SPELL_S. Waits up to SPELL_S to become the leader.
+        It does if it leads, or if no controller leads. First wait up to SPELL_S for this controller to become the leader.
         """
         give_up = self.clock.monotonic() + SPELL_S
         while not self.leading() and self.clock.monotonic() < give_up:
@@ -113,7 +116,7 @@ class OperatorCommands:
         return self.leading() or self.vacant()
 
     async def _due(self, command: Command) -> float | None:
-        """Return the monotonic time of this process at which the deadline passes, or a slightly earlier time.
+        """Return when the command's deadline passes, by this process's monotonic clock; the result may be slightly early.
 
         None if the journal did not answer, or was not read to its end within READ_S. If a time is returned, this controller has
         read everything that the journal held at the start of the call.
@@ -134,7 +137,7 @@ class OperatorCommands:
         return self.leading() and command.id not in self._acting
 
     async def _wait(self, command: Command, due: float) -> None:
-        """Wait until this controller may carry out the command, the command has ended, or SETTLE_S after `due` have passed."""
+        """Wait until this controller may carry out the command, or the command has ended, but at most until `due` + SETTLE_S."""
         while not self._ours(command) and command.id not in self._ended:
             if self.clock.monotonic() >= due + SETTLE_S:
                 return
@@ -169,10 +172,10 @@ class OperatorCommands:
         return self._ended.get(command.id) or await self._not_accepted(command)
 
     async def _not_accepted(self, command: Command) -> Answer | None:
-        """Return the error of a command if the journal did not accept its fact in time; None if that is not certain.
+        """Return an error if the journal has not accepted the command's fact in time; None if the outcome stays unknown.
 
-        It is certain once this controller has read everything that the journal held at the deadline, by the broker's clock.
-        If the fact has been read after all, return its answer.
+        The outcome is known once this controller has read everything that the journal held at the deadline, by the broker's
+        clock. If the fact turns out to be on the journal, return the answer that follows from the fact.
         """
         give_up = self.clock.monotonic() + CERTAIN_S
         while command.id not in self._ended and (asked_at := self.clock.monotonic()) < give_up:

@@ -3,9 +3,10 @@
     announced by every live process for `soak_s` seconds ──▶ put in force
     allowed by an operator ──▶ put in force at once
 
-Processes announce what they support (`events.journal.kind_gate`). Processes of older releases do not announce anything. Their
-workers are found by their heartbeats, their frontends by their link reports, and other readers by their consumer on the stream.
-A process that is stopped or disconnected is not found. When it runs again, it stops reading at the first unknown kind.
+Processes announce what they support (`events.journal.kind_gate`). Processes of older releases announce nothing, and are found in
+other ways. Workers are in the fleet state, and frontends send link reports. Other readers of the journal are known by the names
+of their consumers on the stream. A process that is stopped or disconnected is not found. When it runs again, it stops reading at
+the first fact of a kind that it does not support.
 """
 
 import re
@@ -43,12 +44,13 @@ class KnownProcess:
     def too_old_for(self, version: int) -> bool:
         """Whether the process does not support this version of the deciders.
 
-        A process that neither decides nor reads decisions announces version 0, and is never too old.
+        True if the process does not announce what it supports. A process that neither decides nor reads decisions announces
+        version 0, and is never too old.
         """
         return not self.announces or 0 < self.known.deciders_version < version
 
     def holds_back(self, force: InForce) -> bool:
-        """Whether the process lacks any of these kinds or this version of the deciders, and so keeps them from being in force."""
+        """Whether `force` cannot take effect yet, because the process does not support all that `force` contains."""
         return not force.kinds <= self.known.kinds or self.too_old_for(force.deciders_version)
 
 
@@ -92,7 +94,7 @@ class FleetVersions:
         self.wake: Callable[[], None] = lambda: None  # makes the deciders settle at once
 
     async def run(self) -> None:
-        """Subscribe to announcements, and check every LOOK_S what every process supports, until cancelled."""
+        """Subscribe to announcements, and check the versions of all processes every LOOK_S seconds, until cancelled."""
         await self.bus.subscribe(subjects.KNOWN_ALL, self.on_known)
         while True:
             await self.look()
@@ -118,11 +120,11 @@ class FleetVersions:
         process = KnownProcess(role, name, known)
         self._announcements[source] = _Announcement(self.clock.monotonic(), source, process, workers)
         if self.leading() and self.view.fleet.number:
-            answer = subjects.kinds(workers[0] if workers else f"{role}-{name}")
+            answer = subjects.command("kinds", workers[0] if workers else f"{role}-{name}")
             await self.bus.publish(answer, {"kinds": sorted(in_force(self.view.fleet).kinds)})
 
     async def look(self) -> None:
-        """Check once which kinds and deciders version every live process supports. Only the leader checks."""
+        """While leading, determine which kinds and deciders version every live process supports, and since when."""
         now = self.clock.monotonic()
         if not self.leading() or self.bus.since is None:
             self._listening_since = self._since = self._old_readers = None
@@ -143,7 +145,7 @@ class FleetVersions:
         ):
             self._since = (can, now)
 
-    def wish(self, fleet: Fleet) -> InForce | None:
+    def next_in_force(self, fleet: Fleet) -> InForce | None:
         """Return the kinds and deciders version to put in force now; None if nothing changes."""
         if not self.leading() or not fleet.number:
             return None
@@ -158,9 +160,9 @@ class FleetVersions:
         return self._since[0] if _exceeds(self._since[0], now) else None
 
     def allow(self, by: str, command: str, until: datetime | None) -> InForce | None:
-        """Put everything that this release supports in force, even if another process does not support it.
+        """Let all fact kinds and the deciders version of this release take effect, even if another process lacks them.
 
-        Return what will be in force; None if everything is in force already. After `until`, nothing more is put in force.
+        Return what will be in force; None if all of it is in force already. After `until`, this call puts nothing in force.
         """
         everything = InForce.of(
             in_force(self.view.fleet).kinds | new_kinds(), DECIDERS_VERSION, by=by, command=command
@@ -178,7 +180,7 @@ class FleetVersions:
         return max(0.0, self._since[1] + self.settings.soak_s - self.clock.monotonic())
 
     def processes(self) -> list[KnownProcess]:
-        """Return every known live process. Those that do not announce themselves come last."""
+        """Return every known live process. Processes that do not announce themselves come last."""
         heard = sorted((h.process for h in self._announcements.values()), key=lambda p: (p.role, p.name))
         workers = {name for h in self._announcements.values() for name in (*h.workers, h.process.name)}
         frontends = {p.name for p in heard if p.role == "frontend"}
@@ -200,7 +202,9 @@ class FleetVersions:
         return in_force(self.view.fleet)
 
     def _common_knowledge(self) -> InForce | None:
-        """Return the kinds and deciders version that every live process supports; None while announcements may be missing."""
+        """Return what could be in force: what is in force now, and what every live process supports.
+
+        None while announcements may be missing."""
         heard_s = self.clock.monotonic() - (self._listening_since or self.clock.monotonic())
         if heard_s < LISTEN_S or self._old_readers is None or not self.view.fleet.number:
             return None

@@ -1,11 +1,12 @@
-"""Checks and signals workers' processes on this host, and reports those that outlive an instance.
+"""Checks and signals workers' processes on this host; reports processes that outlive a dead instance.
 
-A worker registers its pid, and a compromised worker may register a false pid. So before a signal is sent, two things are checked.
-The process must run as the controller's user. It must also be this worker's process: by the environment that `holdfast up` has
-set or, if another program has started it, by a command line with this worker's name.
+A worker registers its pid, and a compromised worker can register a false pid. So before a signal is sent, two things are checked.
+The process must run as the controller's user, and it must be this worker's process. If `holdfast up` has started the process, the
+process's environment names the instance. Otherwise the command line is checked, which must start a worker of this name.
 
 A pid does not identify a process, because the system reuses pids. So a process that began after the instance had joined is not
-the worker's process. An ended process keeps its pid until its parent collects its status. Such a zombie is not alive.
+the worker's process. A process that has ended keeps its pid until its parent collects the exit status. Such a process, a zombie,
+counts as not alive.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ CLOCKS_S = 10.0  # seconds by which the journal's clock may lag this host's cloc
 
 
 def began_at(pid: int) -> float | None:
-    """Return when a process began, in seconds since 1970; None if it is not alive."""
+    """Return when a process began, in seconds since 1970; None if it is not alive, 0.0 if its start cannot be read."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
@@ -49,7 +50,7 @@ DEFAULT_NAME = "w0"  # of `holdfast worker`, without --name
 
 
 def why_foreign(worker: Worker, pid: int) -> str:
-    """Return why a process is not this worker's, by its user, environment and command line.
+    """Return why a process cannot be this worker's, judged by the process's user, environment and command line.
 
     "" if it may be this worker's process, or has ended.
     """
@@ -75,7 +76,7 @@ def why_foreign(worker: Worker, pid: int) -> str:
 
 
 def _names(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the workers in a process that was started by this `holdfast worker` command."""
+    """Return the names of the workers that a `holdfast worker` process runs, by its command line and environment."""
     first = _setting(words, environment, "NAME", ("--name",)) or DEFAULT_NAME
     count = _setting(words, environment, "COUNT", ("--count", "--num-workers"))
     return names(first, min(int(count[:9]), COUNT_MAX) if count.isdecimal() else 1)
@@ -153,7 +154,7 @@ class HostProcesses:
     def _missing(self, worker: Worker) -> str:
         """Return why the worker's process no longer exists; "" if it exists.
 
-        A process with the registered pid that began after the instance had joined is another process.
+        If the process with the registered pid began after the instance had joined, it is another process.
         """
         began = self.began_at(worker.joined.pid)
         if began is None:
@@ -173,19 +174,20 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class Lingering:
-    """Reports each dead instance with a process that still runs, once, as WorkerLingered, while this controller leads.
+    """Records one WorkerLingered for each dead instance with a process that still runs, while this controller leads.
 
     The states of a dead instance:
 
-        DEAD ── its process is seen for LINGERS_AFTER_S ──▶ lingers ── it is gone, or a successor has joined ──▶ dropped
+        DEAD ── its process is seen for LINGERS_AFTER_S ──▶ lingers ── the process ends, or a successor joins ──▶ dropped
 
-    `holdfast up` ends such a process within GRACE_S of the decision, and the actuator commands a process that runs again to end.
-    Other supervisors wait for a process to end by itself, which a stopped or hung process never does. Then no successor starts,
-    so an operator must be notified.
+    `holdfast up` ends the process of a dead instance within GRACE_S of the decision that the instance is dead. The actuator
+    also commands the process to end. A suspended process (SIGSTOP) obeys this command once it runs again. Other supervisors
+    wait for a process to end by itself, which a suspended or hung process never does. Then no successor starts, so an operator
+    must be notified.
 
-    Missing heartbeats do not prove that a process has ended, because it may hang. On the worker's own host, the process itself is
-    the evidence. For a worker on another host, an open port is the evidence: the system keeps a port open as long as its process
-    exists, hung or not.
+    Missing heartbeats do not prove that a process has ended, because a hung process sends none either. If a worker is on this
+    controller's host, the process itself is the evidence. For a worker on another host, an open port is the evidence: the
+    operating system keeps a port open as long as its process exists, hung or not.
     """
 
     view: View

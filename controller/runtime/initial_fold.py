@@ -1,7 +1,8 @@
-"""The fold of the fleet, and the functions that find its initial state when a process starts.
+"""The fleet state folded from the journal, and how a starting process finds its initial state.
 
-A fold starts from the state store's snapshot and continues with the journal's later events. If the journal has dropped the next
-events, it starts from a snapshot on the journal itself. While the broker is unavailable, the fold uses the state store's events.
+The fold starts from the state store's snapshot and continues with the journal's later events. If the journal has dropped the
+first of these events, the fold starts from a snapshot on the journal itself. While the broker is unavailable, the fold uses the
+events in the state store.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 
 class FleetFold:
-    """Holds the fold of the fleet. A subclass reads events and passes them to `take`."""
+    """Holds the fleet state folded from events. A subclass reads the events and passes them to `take`."""
 
     def __init__(self, order: Order[Fleet]) -> None:
         self.order = order
@@ -50,7 +51,11 @@ class FleetFold:
 
     @property
     def whole(self) -> bool:
-        """Whether the fold has read up to the last decision that its snapshot contains, so that its state is consistent."""
+        """Whether the state is consistent: all events up to the initial snapshot's last decision have been folded.
+
+        That decision did not take into account the observations after its `through`. The snapshot lacks them, so they are read
+        from the journal.
+        """
         return self.order.last_seq >= self.order.position.decided
 
     def take(self, batch: Sequence[Recorded]) -> None:
@@ -64,21 +69,23 @@ class StoredHistory(StateStore, Protocol):
     """A state store with events that can be read in order."""
 
     def select(self, *, after: int = 0) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield lists of the stored events above sequence `after`, in order. Raise StoreUnavailable."""
-        ...
+        """Yield lists of the stored events above sequence `after`, in order.
+
+        Raise StoreUnavailable if the store does not answer.
+        """
 
 
 def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
-    """Return a fold that starts at this snapshot; the empty fold if `snapshot` is None."""
+    """Return an `Order` that folds the fleet state from this snapshot on; an empty one if `snapshot` is None."""
     if snapshot is None:
         return Order(evolve, Fleet())
     return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
 
 
 async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
-    """Return the initial fold and the store's position.
+    """Return an `Order` with the initial fleet state, and the state store's position.
 
-    The fold starts from the store's snapshot. It is empty without a store, without a snapshot, or if the store does not answer.
+    The state is the store's snapshot. It is empty without a store, without a snapshot, or if the store does not answer.
     """
     snapshot: Snapshot | None = None
     position = ReadPosition()
@@ -94,11 +101,11 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
 
 
 async def by_the_store(store: StoredHistory, snapshot: Order[Fleet]) -> Order[Fleet]:
-    """Return the fold of everything in the store: `snapshot`, and the later events in the table `fleet_events`.
+    """Return the fleet state folded from the store alone: from `snapshot` and the later events in the table `fleet_events`.
 
-    For a process that cannot read the journal. `fleet_events` lacks messages that change no fold (messages that are not events,
-    and snapshots), so its sequences have gaps. Once the journal can be read, the process folds the journal from the same
-    snapshot instead. Raise StoreUnavailable, StoreRefused or OutOfOrder.
+    For a process that cannot read the journal. `fleet_events` lacks messages that do not change the fleet state (messages that
+    are not events, and snapshots), so its sequences have gaps. Once the journal can be read, the process folds the journal from
+    the same snapshot instead. Raise StoreUnavailable, StoreRefused or OutOfOrder if the events cannot be read or folded.
     """
     order = Order(evolve, snapshot.settled, snapshot.position, dict(snapshot.sources))
     async for batch in store.select(after=order.last_seq):
@@ -110,10 +117,12 @@ async def by_the_store(store: StoredHistory, snapshot: Order[Fleet]) -> Order[Fl
 
 
 async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) -> Order[Fleet]:
-    """Return a fold that the journal can continue: `order`, or a fold from the newest snapshot on the journal.
+    """Return a fleet state into which the next journal events can be folded: `order`, or a newer snapshot.
+
+    The newest snapshot on the journal is used if the journal has dropped the event after `order`.
 
     Wait until the journal answers. Raise StoreAhead or JournalChanged if the store, which is at `position`, belongs to another
-    journal. Raise JournalDropped if the journal has dropped the events after `order` and holds no snapshot.
+    journal. Raise JournalDropped if a snapshot on the journal is needed, but none is there.
     """
     while True:
         try:
@@ -131,7 +140,7 @@ async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) ->
 async def newest(journal: Journal, after: int) -> Snapshot:
     """Return the newest complete snapshot on the journal.
 
-    Raise JournalDropped if the journal has no complete snapshot, because then the events after `after` are lost.
+    Raise JournalDropped if the journal has no complete snapshot. The error reports that the events after `after` are lost.
     """
     found: Snapshot | None = None
     async for _, snapshot in snapshots(journal):
@@ -140,9 +149,9 @@ async def newest(journal: Journal, after: int) -> Snapshot:
 
 
 async def oldest(journal: Journal, after: int) -> Snapshot:
-    """Return the oldest complete snapshot on the journal from which a fold can continue with the next event.
+    """Return the oldest complete snapshot on the journal after which no event has been dropped.
 
-    Raise JournalDropped if there is no such snapshot, because then the events after `after` are lost.
+    Raise JournalDropped if there is no such snapshot. The error reports that the events after `after` are lost.
     """
     async for _, snapshot in snapshots(journal):
         return snapshot
@@ -158,9 +167,9 @@ async def _raise_dropped(journal: Journal, after: int) -> Snapshot:
 
 
 async def snapshots(journal: Journal) -> AsyncIterator[tuple[Recorded, Snapshot]]:
-    """Yield each complete snapshot on the journal, the oldest first, unless the event after it has been dropped.
+    """Yield the complete snapshots on the journal, oldest first, each with the event that holds its last part.
 
-    Each snapshot comes with the event that holds its last part.
+    Skip the snapshots for which the journal has dropped later events.
     """
     first, together = await journal.first_seq(), fleet_codec.Parts()
     async for event in journal.of_kind(SnapshotKept):
@@ -175,9 +184,10 @@ async def snapshots(journal: Journal) -> AsyncIterator[tuple[Recorded, Snapshot]
 
 
 async def refuse_foreign_stream(journal: Journal, position: ReadPosition) -> None:
-    """Raise StoreAhead or JournalChanged if the store has folded another stream than this one. Raise JournalUnavailable.
+    """Raise StoreAhead or JournalChanged if the store has folded another stream than that of `journal`.
 
-    If the journal has dropped the event at the store's position, the streams cannot be compared and are assumed to be the same.
+    Raise JournalUnavailable if the journal does not answer. If the journal has dropped the event at the store's position, the
+    streams cannot be compared and are assumed to be the same.
     """
     if not position.seq:
         return

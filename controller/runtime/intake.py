@@ -57,7 +57,11 @@ class FactRefused(HoldfastError):
 
 
 class SourceForged(FactRefused):
-    """A worker's fact names another process as its source, so readers would drop that process's facts. The sender is ejected."""
+    """A worker's fact names another process as its source. The sender is ejected.
+
+    On the journal, such a fact would use up a source number of that process. Readers would then take the process's own fact with
+    this number for a repeated one, and drop it.
+    """
 
 
 class NotNow(HoldfastError):
@@ -102,7 +106,10 @@ def check_source(user: str, source: str, number: int) -> None:
 
 
 def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the journal headers of an accepted fact, without any header that the worker added."""
+    """Return the headers with which an accepted fact is published, made from the event's decoded values.
+
+    Of `headers`, which the worker sent, only `traceparent` is copied.
+    """
     assert event.said_at is not None
     return codec.encode_headers(
         event.fact,
@@ -127,7 +134,7 @@ class _Account:
     def excess(self, size: int, now: float) -> tuple[str, bool] | None:
         """Count one fact of `size` bytes. Return None if it is within all budgets.
 
-        Otherwise return a phrase that names the exceeded budget, and whether the sender is ejected.
+        If a budget is exceeded, return a phrase that names it, and whether the sender is to be ejected.
         """
         if not self._facts.take(1, size, now):
             return "its budget", not self._patience.take(1, now)
@@ -151,7 +158,6 @@ class FactIntake:
         self._accounts: dict[str, _Account] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._connection: BrokerConnection | None = None
-        self.accepted = self.refused = 0
 
     @property
     def unanswered(self) -> int:
@@ -162,22 +168,22 @@ class FactIntake:
         """Connect to the broker at `url` and handle facts until cancelled."""
         connection = self._connection = await BrokerConnection.open(url, f"intake:{name}")
         try:
-            await connection.subscribe_raw(subjects.SAY_ALL, self.hear, queue=QUEUE)
+            await connection.subscribe_raw(subjects.SAY_ALL, self.receive, queue=QUEUE)
             await asyncio.Event().wait()
         finally:
             for task in self._tasks:
                 task.cancel()
             await connection.close()
 
-    def hear(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
-        """Check the budget and reply address of one message, and start a task that handles it.
+    def receive(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+        """Count a message against its sender's budget, check its reply address, and start a task that handles it.
 
         Called in the connection's read loop. Beyond UNANSWERED_MAX tasks, the message is dropped, and its sender repeats it.
         """
         _, user, *rest = subject.decode("utf-8", "replace").split(".")
         if not self._within_budget(user, len(body) + len(headers or b"")):
             return
-        if not reply.startswith(f"{subjects_inbox(user)}.".encode()):
+        if not reply.startswith(f"_INBOX.{user}.".encode()):
             self._refuse(user, "", f"have an answer sent to {reply[:100].decode('utf-8', 'replace')}")
             return
         if len(self._tasks) >= UNANSWERED_MAX:
@@ -200,7 +206,6 @@ class FactIntake:
         return False
 
     def _refuse(self, user: str, worker: str, tried: str, *, eject: bool = False) -> None:
-        self.refused += 1
         named = worker or next(iter(workers_of(user)), "")
         self.report(user, tried, worker=named, instance=self.instance_of(named), eject=eject)
 
@@ -215,7 +220,6 @@ class FactIntake:
         try:
             event = accepted(user, worker, kind, headers, body, self.budgets.fact_kb_max * KB)
             answer = await self._publish(event, broker.parse_headers(headers))
-            self.accepted += 1
         except FactRefused as error:
             self._refuse(user, worker, str(error), eject=isinstance(error, SourceForged))
             answer = _error(broker.INTAKE_REFUSES, str(error))
@@ -229,7 +233,7 @@ class FactIntake:
     async def _publish(self, event: Recorded, headers: Mapping[str, str]) -> bytes:
         """Publish an accepted fact to the journal, and return the broker's acknowledgement unchanged.
 
-        Raise one of DISCONNECTED if the broker does not answer.
+        Raise one of the exceptions in DISCONNECTED if the broker does not answer.
         """
         assert self._connection is not None
         body = codec.encode_body(event.fact)
@@ -244,18 +248,16 @@ class FactIntake:
             client.write()
 
 
-def subjects_inbox(user: str) -> str:
-    """Return the prefix of the subjects at which an account receives replies."""
-    return f"_INBOX.{user}"
-
-
 def _error(code: int, why: str) -> bytes:
     return msgspec.json.encode({"error": {"err_code": code, "description": why[:200]}})
 
 
 @dataclass(eq=False)
 class Intruders:
-    """Runs one controller's intake, and reports intrusion attempts that the intake, signals and other checks detect."""
+    """Runs one controller's intake, and reports the intrusion attempts that the intake and other checks detect.
+
+    The other checks concern signals to processes, the lease, and heartbeats.
+    """
 
     view: View
     journal: Journal
@@ -272,14 +274,10 @@ class Intruders:
         self.processes = HostProcesses(report=self.intrusions.report)
         self.view.listen(self._on_batch)
 
-    async def run(self, nats_url: str, name: str) -> None:
-        """Run the intake until cancelled."""
-        await self.intake.run(nats_url, name)
-
     def foreign_lease(self, value: bytes) -> None:
-        """Report a value in the lease's cell that no controller has written.
+        """Report the intrusion attempt that put the foreign bytes `value` into the controllers' lease.
 
-        If the value is a broker's acknowledgement, report the publisher of the acknowledged fact.
+        If `value` is a broker's acknowledgement, report the publisher of the acknowledged fact.
         """
         seq = acknowledged(value)
         if seq is None:
@@ -303,7 +301,10 @@ class Intruders:
             self._blame(worker, "flood the controllers with heartbeats", eject=eject)
 
     def _blame(self, name: str, tried: str, *, eject: bool, account: str | None = None) -> None:
-        """Report an intrusion attempt of a worker. `account`, if given, replaces the account that the worker registered."""
+        """Report that a worker tried what the phrase `tried` says.
+
+        The report names `account`; if None, the account that the worker registered. `eject` requests the worker's ejection.
+        """
         workers = self.view.fleet.workers
         worker = workers.get(name)
         account = account or account_of(name, worker.joined.account if worker is not None else "")
@@ -315,7 +316,7 @@ class Intruders:
         return worker.joined.instance if worker is not None and worker.alive else ""
 
     def _on_batch(self, view: object, batch: Sequence[Recorded]) -> None:
-        """Report forged facts that bypassed the intake.
+        """Report forged facts and impossible registrations that bypassed the intake.
 
         A fact bypasses the intake if it is published to the journal directly, or on a broker without accounts.
         """

@@ -1,18 +1,18 @@
 """The lease: elects the controller that makes decisions.
 
-The lease only avoids duplicate work, because the journal's fence ensures correctness. The lease's cell on the broker holds one
-value. The leading controller (the holder) rewrites the value every quarter of the time to live (TTL). No clocks are compared. A
-standby watches the value's revision. If the revision does not change for PATIENCE times the TTL by the standby's own clock, the
-standby takes over by compare-and-set. The holder counts the TTL from *before* its renewal request, so the holder stops before any
-standby can start.
+The lease only avoids duplicate work. Correctness is ensured by the journal's fence, which rejects the decisions of a controller
+that has not read the journal's last decision. On the broker, the lease is a cell with one value. The leading controller (the
+holder) rewrites the value every quarter of the time to live (TTL). No clocks are compared. A standby watches the value's
+revision. If the revision does not change for PATIENCE times the TTL by the standby's own clock, the standby takes over by
+compare-and-set. The holder counts the TTL from *before* its renewal request, and a standby from when it sees the new revision. So
+the holder stops before any standby can start.
 
-A worker can make the broker write an acknowledgement into the cell. Such bytes, which no controller has written, do not affect
-the lease. A holder that finds them overwrites them at once, and a standby does not treat them as a vacant lease. Only a
-controller's value ends or transfers a lease.
+A worker can make the broker write an acknowledgement into the cell. Such foreign bytes do not affect the lease. The holder
+overwrites them at once, and a standby does not treat them as a vacant lease. Only a controller's value ends or transfers a lease.
 
 After the holder was killed, with a TTL of 1 s:
 
-    killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another contender holds the lease
+    killed ─▶ 1.2 s without a new revision ─▶ the next check (every 0.25 s) ─▶ another controller holds the lease
 """
 
 import asyncio
@@ -43,14 +43,14 @@ FOREIGN_MAX = 8  # foreign values in a row that one look overwrites
 
 
 class Lease:
-    """One controller's contention for the lease. While `held` is true, no other controller can hold the lease."""
+    """Contends for the lease on behalf of one controller. While `held` is true, no other controller holds the lease."""
 
     def __init__(self, cell: Cell, holder: str, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         self.holder = holder
         self.leader = ""  # the holder at the last look
         self.takeovers = 0
-        self.foreign = 0  # number of values seen that no controller has written
-        self.report: Callable[[bytes], None] = lambda value: None  # called with each such value
+        # called with each value in the cell that no controller has written
+        self.report: Callable[[bytes], None] = lambda value: None
         self._cell = cell
         self._clock = clock
         self._ttl_s = ttl_s
@@ -71,7 +71,7 @@ class Lease:
         return not self.held and (not self.leader or self._expired())
 
     def listen(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(held)` whenever `held` changes. An expiry is noticed at the next look."""
+        """Call `callback(held)` whenever `held` changes. An expiry is noticed at the next call of `look`."""
         self._listeners.append(callback)
 
     async def run(self) -> None:
@@ -84,7 +84,7 @@ class Lease:
             await self.release()
 
     async def look(self) -> None:
-        """Renew the lease if it is held; otherwise take it over if its holder has stopped renewing it."""
+        """Renew the lease if this controller holds it. Take the lease over if it was released or is no longer renewed."""
         try:
             await (self._renew_over_foreign() if self.held else self._contend())
         except Fenced:
@@ -113,7 +113,10 @@ class Lease:
         self.leader = self.holder
 
     async def _renew_over_foreign(self) -> None:
-        """Renew the lease, and overwrite bytes that no controller has written. Raise Fenced if another controller has written."""
+        """Renew the lease, even if a worker has made the broker store other bytes in its place.
+
+        Raise Fenced if a controller has written a value since the last known renewal.
+        """
         for _ in range(FOREIGN_MAX):
             try:
                 await self._renew()
@@ -121,21 +124,17 @@ class Lease:
                 value, revision = await self._cell.read()
                 if _holder(value) is not None:
                     raise
-                self._report_foreign(value)
+                self.report(value)
                 self._revision = revision
             else:
                 return
-
-    def _report_foreign(self, value: bytes) -> None:
-        self.foreign += 1
-        self.report(value)
 
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
         holder = _holder(value)
         # such a value changes nothing: the last leader still counts until its lease expires
         if holder is None:
-            self._report_foreign(value)
+            self.report(value)
             self._revision = revision
             if not self.leader and not self._expired():
                 return
@@ -160,7 +159,10 @@ class Lease:
 
 
 def _holder(value: bytes) -> str | None:
-    """Return the holder named by this value; "" if the lease was released or never held; None if the value is foreign."""
+    """Return the holder named by this value; None if a controller cannot have written the value.
+
+    "" if the lease was released or never held.
+    """
     if not value:
         return ""
     try:

@@ -1,14 +1,16 @@
-"""Detects silent workers: reports WorkerSilent, once per silence, and WorkerHeard on return.
+"""Detects silent workers: reports WorkerSilent once per silence, and WorkerHeard at its end.
 
     alive ── no beat for `silent_after_s`, observer listened all that time ──▶ silent ── a beat ──▶ alive
 
-The observer is this controller. Missing beats can also be the observer's fault. So silence counts only if, during the whole
+The observer is this controller. Missing heartbeats can also be the observer's fault. So silence counts only if, during the whole
 window, the observer was connected to the broker, its event loop ran, and it kept up with the messages. If more than half of the
-fleet is silent at once, the observer doubts itself: it reports ObserverBlind, and reports no worker as silent.
+fleet is silent at once, the fault is assumed to be the observer's. The observer then reports ObserverBlind, and no worker as
+silent.
 
-The last beats of a fleet that is cut off at once lie within about one beat interval. So when the first worker is late, workers
-that will be late within 1.5 beat intervals are counted as silent too. If a frontend reports a live connection to an instance, the
-instance is not reported as silent: it is alive, and only its messages do not reach the observer.
+If a whole fleet is cut off at once, its workers become silent one after another, within about one heartbeat interval. So once one
+worker is silent, workers that would become silent within the next 1.5 heartbeat intervals are counted as silent too. If a
+frontend reports a live connection to an instance, the instance is not reported as silent: it is alive, and only its messages do
+not reach the observer.
 """
 
 import asyncio
@@ -50,8 +52,8 @@ class FactRecorder(Protocol):
 class BusState(Protocol):
     """The part of a bus that liveness needs.
 
-    `since` is the monotonic time since when the bus has received all messages; None if it is disconnected. `unread` is the number
-    of bytes that have arrived and are not processed yet.
+    `since` is the monotonic time since which the bus has been connected without a break; None while it is disconnected. `unread`
+    is the number of bytes that have arrived and are not processed yet.
     """
 
     @property
@@ -92,7 +94,7 @@ class Liveness:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Report workers that have become silent, and workers that send beats again. `now` is the monotonic time."""
+        """Report workers that have become silent, and workers that send heartbeats again. `now` is the monotonic time."""
         workers = self.view.fleet.workers
         living = {(name, w.joined.instance): w for name, w in workers.items() if w.alive}
         self._track_instances(living, now)
@@ -117,13 +119,13 @@ class Liveness:
         self.beats.forget(living, FORGET_AFTER_S)
 
     def _last_heard(self, life: Life) -> float:
-        """Return the time of this instance's last beat, or the time when it appeared in the fleet if that is later."""
+        """Return the monotonic time of an instance's last heartbeat, or of its first appearance in the fleet if later."""
         beat, met = self.beats.lives.get(life), self._first_seen[life]
         return beat.at if beat is not None and beat.at > met else met
 
     def _report_returned(self, living: dict[Life, Worker]) -> None:
         for life, worker in living.items():
-            if SILENT not in worker.health.convictions:
+            if SILENT not in worker.health.charges.convictions:
                 continue
             beat = self.beats.fresh(*life, self.settings.beat_s + self.settings.tick_s)
             if beat is None or beat.at <= self._accused.get(life, beat.at - 1):
@@ -156,7 +158,7 @@ class Liveness:
                 self._report_silent(life, unheard[life])
 
     def _known_silent(self, life: Life, worker: Worker) -> bool:
-        return SILENT in worker.health.convictions or self._reported.get(life) == "silent"
+        return SILENT in worker.health.charges.convictions or self._reported.get(life) == "silent"
 
     def _report_blind(self, silent: int, known: int) -> None:
         self.blind = True
@@ -164,7 +166,7 @@ class Liveness:
         if self.leading():
             self.journal.observe(ObserverBlind(observer=self.journal.source, silent=silent, known=known))
 
-    def accuse(self, life: Life) -> None:
+    def report_unresponsive(self, life: Life) -> None:
         """Report an instance as silent at once, because another check has found the instance unresponsive."""
         fleet = self.view.fleet
         worker = fleet.living(*life)
@@ -197,11 +199,11 @@ class HangCheck:
                                    ▲└── none of these within `answer_s`, spare ready ──▶ WorkerSilent, at once
                                    └───────────────────── spare not ready: repeat while the report is recent
 
-    Without a spare, an early report would gain nothing. `Liveness` then waits for the silence, and a worker that was only slow
-    for a moment stays in service. With a spare, a false alarm costs little, because the worker becomes the spare when it answers
-    again.
+    Without a spare, an early report would gain nothing, so the worker is left to `Liveness`. `Liveness` reports only a longer
+    silence, so a worker that was slow for a moment stays in service. With a spare, a false alarm costs little, because the
+    worker becomes the spare when it answers again.
 
-    The query is a `batch` command that repeats the worker's present share of its batch size. Any live worker answers it.
+    The query is a `batch` command that repeats the worker's present batch limit. Any live worker answers it.
     """
 
     view: View
@@ -231,13 +233,13 @@ class HangCheck:
                 self._due.put_nowait(life)
 
     def _has_spare(self, life: Life, *, ready: bool = False) -> bool:
-        """Return whether a live spare exists that can replace this worker. With `ready`, the spare must be able to serve now."""
+        """Return whether a live spare can replace this worker. If `ready` is true, the spare must be able to serve now."""
         fleet = self.view.fleet
         worker = fleet.living(*life)
         if worker is None or worker.spare.kept:
             return False
         spares = (one for one in fleet.workers.values() if one.spare.kept and one.kind == worker.kind)
-        return any(one.alive and (one.well or not ready) for one in spares)
+        return any(one.alive and (one.fully_healthy or not ready) for one in spares)
 
     async def run(self) -> None:
         """Check stalled workers as they are reported, until cancelled."""
@@ -253,7 +255,7 @@ class HangCheck:
                     self._unanswered.pop(life, None)
                     return
                 if not self._too_many() and self.leading() and self._has_spare(life, ready=True):
-                    self.liveness.accuse(life)
+                    self.liveness.report_unresponsive(life)
                     return
         finally:
             self._asked.discard(life)
@@ -261,8 +263,8 @@ class HangCheck:
     async def _answers(self, life: Life) -> bool:
         """Query one worker, and return whether it may be alive.
 
-        Return False only if this controller was connected all the time, the worker sent neither an answer nor a beat, and no
-        frontend reported a connection to it.
+        Return False only if three conditions hold: this controller was connected throughout; the worker sent no answer and no
+        heartbeat; no frontend reported a connection to the worker.
         """
         name, instance = life
         began, answer_s = self.clock.monotonic(), self.settings.answer_s
@@ -274,7 +276,7 @@ class HangCheck:
         share = model.knobs.batch_size if model is not None else 1.0
         try:
             message = control("batch", name, instance, "hang_check", {"share": share})
-            await self.bus.request(subjects.batch(name), message, answer_s)
+            await self.bus.request(subjects.command("batch", name), message, answer_s)
         except BusUnavailable:
             return True
         except NoAnswer:
@@ -291,7 +293,7 @@ class HangCheck:
         return connected is not None and connected <= since and not self.bus.unread
 
     def _is_heard(self, life: Life, since: float) -> bool:
-        """Return whether, after `since`, the worker sent a beat or a frontend reported a connection to the worker."""
+        """Return whether, after `since`, the worker sent a heartbeat or a frontend reported a connection to the worker."""
         beats, (name, instance) = self.beats, life
         beat, reports = beats.lives.get(life), beats.frontends.values()
         linked = (one.at >= since and one.workers.get(name) == instance for one in reports)

@@ -1,14 +1,14 @@
 """The operator's commands: drain, resume, move, restart, status, goldens, and fault injection.
 
-A command is first checked against this controller's fold of the fleet, so that a misspelt worker name is rejected at once. It is
-then recorded as a fact, on which the deciders decide.
+A command is first checked against the fleet state that this controller has folded, so that a misspelt worker name is rejected at
+once. The command is then recorded as a fact on the journal, and the deciders decide what follows from it.
 """
 
 import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -36,6 +36,7 @@ from events.observations import (
     ResumeRequested,
 )
 from events.process.presence import Presence
+from events.subjects import Verb
 
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
 ASK_S = 1.0
@@ -45,16 +46,16 @@ WAKES_WITHIN_S = 2.0  # time within which a resumed process receives commands ag
 log = structlog.get_logger(__name__)
 
 
-async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: Mapping[str, object]) -> None:
-    """Send a worker a command that is valid for ASK_S. A worker that hung and receives the command later refuses it.
+async def ask(bus: Bus, journal: Journal, worker: str, verb: Verb, body: Mapping[str, object]) -> None:
+    """Send a worker a command that expires after ASK_S. A worker that hangs for longer refuses the command later.
 
-    Raise NotPossible if the worker refuses, and Unanswered if it does not answer.
+    Raise NotPossible if the worker refuses or the journal does not answer. Raise Unanswered if the worker does not answer.
     """
     try:
         until = (await journal.end()).at + timedelta(seconds=ASK_S)
         said = {**body, "until": until.isoformat()}
-        message = control(subject.split(".")[1], worker, str(body["instance"]), journal.source, said)
-        answer = await bus.request(subject, message, ASK_S)
+        message = control(verb, worker, str(body["instance"]), journal.source, said)
+        answer = await bus.request(subjects.command(verb, worker), message, ASK_S)
     except JournalUnavailable as error:
         raise NotPossible(f"no deadline can be given to {worker}: {error}") from error
     except NoAnswer as error:
@@ -66,7 +67,7 @@ async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: Mappi
 def shares_process(fleet: Fleet, worker: Worker) -> bool:
     """Return whether a worker's process also runs other workers.
 
-    A signal would affect all of them, so in this case the worker simulates the fault.
+    If so, the worker simulates a fault itself, because a signal would affect the other workers too.
     """
     name, host, pid = worker.joined.worker, worker.joined.topology.host, worker.joined.pid
     others = (other.joined for other in fleet.workers.values() if other.joined.worker != name)
@@ -75,15 +76,15 @@ def shares_process(fleet: Fleet, worker: Worker) -> bool:
 
 @dataclass(eq=False)
 class Rehearsals:
-    """Injects faults into workers in any state, and heals them.
+    """Injects faults into workers, and heals them.
 
-    The faults "kill", "hang" and "unhang" are signals if the process has only one worker. All other faults are commands, and the
-    worker simulates them. For example, `hang` for 5 s:
+    The faults "kill", "hang" and "unhang" are signals if the process has only one worker. In all other cases, a fault is a
+    command, and the worker simulates the fault. For example, `hang` for 5 s as signals:
 
         SIGSTOP ──── 5 s, or heal, unhang, the end of this controller ────▶ SIGCONT
 
-    A stopped process cannot resume itself, so this controller resumes it. If the controller is killed before, the process stays
-    stopped until the fleet declares the worker dead and the supervisor ends the process.
+    A stopped process cannot resume itself, so this controller resumes it. If this controller is killed before it has
+    resumed the process, the process stays stopped. The fleet then declares the worker dead, and the supervisor ends the process.
     """
 
     fleet: Callable[[], Fleet]
@@ -109,7 +110,8 @@ class Rehearsals:
     ) -> str:
         """Inject a fault into a worker, or heal the worker, and return a sentence that states what was done.
 
-        Raise ChaosRefused if fault injection is off, and NotPossible if the fault cannot be injected now.
+        `argument` is the fault's number, for example how many times slower steps become. `rank` is the rank in which the fault
+        occurs. Raise ChaosRefused if fault injection is off, and NotPossible if the fault cannot be injected now.
         """
         if not self.allowed:
             raise ChaosRefused
@@ -140,7 +142,10 @@ class Rehearsals:
             self._resume(worker)
 
     async def _command_worker(self, worker: Worker, body: Mapping[str, object]) -> None:
-        """Command a worker to simulate a fault or to heal. Before a heal, resume the worker's process. Raise NotPossible."""
+        """Command a worker to simulate a fault or to heal. Before a heal, resume the worker's process.
+
+        Raise NotPossible if the worker refuses or does not answer.
+        """
         woken = body["fault"] == "heal" and self._resume(worker)
         if woken and not worker.alive:
             return  # the actuator ends the resumed process of a dead instance, and its successor is healthy
@@ -148,14 +153,17 @@ class Rehearsals:
         until = loop.time() + (WAKES_WITHIN_S if woken else 0.0)
         while True:
             try:
-                return await ask(self.bus, self.journal, name, subjects.chaos(name), body)
+                return await ask(self.bus, self.journal, name, "chaos", body)
             except Unanswered:
                 if loop.time() >= until:
                     raise
             await asyncio.sleep(ASK_S / 4)
 
     def _signal(self, worker: Worker, fault: str, duration_s: float | None) -> None:
-        """Send the signal that causes this fault, and schedule the end of a limited hang. Raise NotPossible."""
+        """Send the signal that causes this fault. For a hang with a duration, schedule the signal that ends it.
+
+        Raise NotPossible if the signal cannot be sent.
+        """
         name = worker.joined.worker
         self._forget(name)
         self.processes.send(worker, SIGNALS[fault])
@@ -164,7 +172,7 @@ class Rehearsals:
             self._stopped[name] = timer, worker
 
     def _resume(self, worker: Worker) -> bool:
-        """Resume a worker's process, which may be stopped, and return whether a signal could be sent.
+        """Resume a worker's process with SIGCONT, in case it is stopped. Return whether the signal could be sent.
 
         No signal is sent to a process that runs several workers.
         """
@@ -188,43 +196,27 @@ LINKED_S = 1.5  # maximum age of a frontend's link report; one is sent every sec
 STALE_S = 3.0  # maximum age of a heartbeat that `status` uses
 
 
-async def _empty() -> Mapping[str, Mapping[str, object]]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSources:
-    """Functions that return the data which commands and status need, as of the time of the call."""
+@dataclass(eq=False)
+class ControlOperations:
+    """Implements the operator's commands (`ports.Control`), including fault injection."""
 
     fleet: Callable[[], Fleet]
     leader: Callable[[], str]  # source of the controller that holds the lease
     present: Callable[[], Sequence[Presence]]  # processes of this host
     projected: Callable[[], Awaitable[int | None]]  # position of the state store; None: there is none
-    # sizes of journal and spools
-    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, object]]]] = _empty
+    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, object]]]]  # sizes of journal and spools
+    journal: Journal
+    bus: Bus
+    beats: Beats
+    _: KW_ONLY
+    injects_faults: bool
+    processes: HostProcesses = field(default_factory=HostProcesses)
+    fleet_versions: FleetVersions | None = None
 
-
-class ControlOperations:
-    """Implements the operator's commands (`ports.Control`), including fault injection."""
-
-    def __init__(
-        self,
-        sources: FleetSources,
-        journal: Journal,
-        bus: Bus,
-        beats: Beats,
-        *,
-        chaos: bool,
-        processes: HostProcesses | None = None,
-        versions: FleetVersions | None = None,
-    ) -> None:
-        self._versions = versions
-        self._sources = sources
-        self._journal = journal
-        self._bus = bus
-        self._beats = beats
-        self._processes = processes or HostProcesses()
-        self._rehearsals = Rehearsals(sources.fleet, journal, bus, self._processes, allowed=chaos)
+    def __post_init__(self) -> None:
+        self._rehearsals = Rehearsals(
+            self.fleet, self.journal, self.bus, self.processes, allowed=self.injects_faults
+        )
 
     def close(self) -> None:
         """Resume the workers that are stopped for a limited time."""
@@ -235,14 +227,15 @@ class ControlOperations:
     ) -> str:
         """Request a drain of a worker, and return a sentence that confirms the request.
 
-        Raise UnknownWorker, or NotPossible if the worker's instance is dead and so has no requests to finish.
+        Raise UnknownWorker if the worker does not exist. Raise NotPossible if its instance is dead and so has no requests to
+        finish.
         """
         return await self._record(DrainRequested, self._living(worker), by, command, deadline_s=deadline_s)
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
         """Request a worker's return to service, or restart the worker if its instance is dead.
 
-        Raise UnknownWorker, or NotPossible if the worker is healthy and does not drain.
+        Raise UnknownWorker if the worker does not exist. Raise NotPossible if it is healthy and does not drain.
         """
         known = self._known(worker)
         if not known.alive:
@@ -254,10 +247,10 @@ class ControlOperations:
     async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
         """Request that a worker's running requests move to the worker `to`, or to any worker if `to` is empty.
 
-        Raise UnknownWorker, or NotPossible if no other worker can accept the requests.
+        Raise UnknownWorker if a named worker does not exist. Raise NotPossible if no other worker can accept the requests.
         """
         known = self._living(worker)
-        workers = self._sources.fleet().workers.values()
+        workers = self.fleet().workers.values()
         others = [one for one in workers if one is not known and one.routable and _similar(one, known)]
         if to == worker:
             raise NotPossible(f"{worker} already runs them: name another worker")
@@ -272,7 +265,7 @@ class ControlOperations:
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
         """Command a worker to shut down gracefully. If it does not answer, or if its instance is dead, end its process.
 
-        Raise UnknownWorker, or NotPossible if the worker cannot be reached.
+        Raise UnknownWorker if the worker does not exist. Raise NotPossible if it cannot be reached.
         """
         known = self._known(worker)
         said = await self._record(RestartRequested, known, by, command)
@@ -283,12 +276,19 @@ class ControlOperations:
         return await self._end(known)
 
     async def versions(self) -> Json:
-        """Return which fact kinds and deciders version are in force, and which each process supports, as plain JSON values."""
-        return self._versions.report() if self._versions is not None else {}
+        """Return the fact kinds and the deciders version in force, and those that each process supports, as plain JSON."""
+        return self.fleet_versions.report() if self.fleet_versions is not None else {}
 
     async def allow(self, by: str, command: Command = NO_COMMAND) -> str:
-        """Put all kinds and the deciders version of this release in force. Raise NotPossible if nothing would change."""
-        force = self._versions.allow(by, command.id, command.deadline) if self._versions is not None else None
+        """Let all fact kinds and the deciders version of this release take effect.
+
+        Raise NotPossible if all of them are in force already.
+        """
+        force = (
+            self.fleet_versions.allow(by, command.id, command.deadline)
+            if self.fleet_versions is not None
+            else None
+        )
         if force is None:
             raise NotPossible("nothing to allow: everything that the leading controller knows is in force")
         return (
@@ -296,8 +296,8 @@ class ControlOperations:
         )
 
     async def golden(self, wish: GoldenWish, by: str, command: Command = NO_COMMAND) -> str:
-        """Request that goldens be approved, retired or recorded again. Raise UnknownWorker or NotPossible."""
-        return done(await request_goldens(self._sources.fleet(), self._journal, wish, by, command))
+        """Request that goldens be approved, retired or recorded again. The errors are those of `request_goldens`."""
+        return done(await request_goldens(self.fleet(), self.journal, wish, by, command))
 
     async def _record(
         self, kind: Callable[..., Commanded], known: Worker, by: str, command: Command, **also: object
@@ -306,8 +306,8 @@ class ControlOperations:
         fact = kind(
             worker=joined.worker, instance=joined.instance, by=by, command=command.id, until=until, **also
         )
-        self._journal.observe(fact)
-        await self._journal.flush(FLUSH_S)
+        self.journal.observe(fact)
+        await self.journal.flush(FLUSH_S)
         return done(fact)
 
     async def chaos(
@@ -320,58 +320,61 @@ class ControlOperations:
         rank: int | None = None,
         command: Command = NO_COMMAND,
     ) -> str:
-        """Inject a fault into a worker, or heal the worker. Raise ChaosRefused, UnknownWorker or NotPossible."""
+        """Inject a fault into a worker, or heal the worker.
+
+        Raise UnknownWorker if the worker does not exist. The other errors are those of `Rehearsals.play`.
+        """
         known = self._known(worker)
         return await self._rehearsals.play(known, fault, argument, duration_s, by, rank, command.id)
 
     async def _stop(self, known: Worker) -> None:
         name = known.joined.worker
-        await ask(self._bus, self._journal, name, subjects.stop(name), {"instance": known.joined.instance})
+        await ask(self.bus, self.journal, name, "stop", {"instance": known.joined.instance})
 
     async def _end(self, known: Worker) -> str:
-        """End a worker that cannot shut down gracefully, and return a sentence that states how it ends.
+        """End a worker that cannot shut down gracefully, and return a sentence that states how the worker ends.
 
         Raise NotPossible if no signal and no command can reach the worker.
         """
-        name, shared = known.joined.worker, shares_process(self._sources.fleet(), known)
-        unseen = shared and not self._processes.here(known)
-        if not known.alive and not self._processes.live(known) and not unseen:
+        name, shared = known.joined.worker, shares_process(self.fleet(), known)
+        unseen = shared and not self.processes.here(known)
+        if not known.alive and not self.processes.live(known) and not unseen:
             return self._describe_dead(known)
         if shared:  # a signal would also end the other workers of the process
             body = {"instance": known.joined.instance}
-            await ask(self._bus, self._journal, name, subjects.retire(name), body)
+            await ask(self.bus, self.journal, name, "retire", body)
             return f"{name} ends; its next instance takes its place"
         why = "did not answer" if known.alive else f"is dead ({known.health.reason})"
         try:
-            self._processes.send(known, signal.SIGTERM)
+            self.processes.send(known, signal.SIGTERM)
         except NotPossible:
-            if self._processes.live(known) or not self._processes.here(known):
+            if self.processes.live(known) or not self.processes.here(known):
                 raise
             return f"{name} {why}: its process has ended; its supervisor starts it again"
         with contextlib.suppress(NotPossible):  # the process has ended meanwhile
-            self._processes.send(known, signal.SIGCONT)  # a stopped process must continue before it can end
+            self.processes.send(known, signal.SIGCONT)  # a stopped process must continue before it can end
             if not await self._reacts(known):
-                self._processes.send(known, signal.SIGKILL)
+                self.processes.send(known, signal.SIGKILL)
                 return f"{name} {why}: its process is killed; its supervisor starts it again"
         return f"{name} {why}: its process ends; its supervisor starts it again"
 
     async def _reacts(self, known: Worker) -> bool:
-        """Return whether a worker's process, which was sent SIGTERM, has ended within OBEYS_WITHIN_S or is responsive.
+        """Return whether a worker's process ends within OBEYS_WITHIN_S after a SIGTERM, or is responsive.
 
-        A process is responsive if it accepts a shutdown command, or if a frontend is connected to the worker. In the second case
-        only the worker's broker connection is broken.
+        A process is responsive if it accepts a shutdown command, or if a frontend is connected to the worker. If only a
+        frontend is connected, the worker's broker connection is broken.
         """
         loop, life = asyncio.get_running_loop(), (known.joined.worker, known.joined.instance)
         until = loop.time() + OBEYS_WITHIN_S
         while loop.time() < until:
             await asyncio.sleep(LOOK_S)
-            if not self._processes.live(known):
+            if not self.processes.live(known):
                 return True
             if known.alive:
                 with contextlib.suppress(Unanswered):
                     await self._stop(known)
                     return True
-        return known.alive and self._beats.linked(*life, LINKED_S)
+        return known.alive and self.beats.linked(*life, LINKED_S)
 
     def _living(self, name: str) -> Worker:
         known = self._known(name)
@@ -380,7 +383,7 @@ class ControlOperations:
         return known
 
     def _known(self, name: str) -> Worker:
-        worker = self._sources.fleet().workers.get(name)
+        worker = self.fleet().workers.get(name)
         if worker is None:
             raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
         return worker
@@ -388,15 +391,15 @@ class ControlOperations:
     def _describe_dead(self, known: Worker) -> str:
         """Return a sentence for an error message: why a worker is dead, and how it can run again."""
         name, reason = known.joined.worker, known.health.reason
-        return f"{name} is dead ({reason}) and has no requests; {self._processes.next_life(known)}"
+        return f"{name} is dead ({reason}) and has no requests; {self.processes.next_life(known)}"
 
     # --- status -------------------------------------------------------------------------------------------
 
     async def status(self) -> Json:
         """Return the fleet's status. The keys are stable: `holdfast status -o json` prints them."""
-        fleet = self._sources.fleet()
+        fleet = self.fleet()
         last, position, stored = await asyncio.gather(
-            self._last_seq(), self._projected_or_none(), self._sources.stored()
+            self._last_seq(), self._projected_or_none(), self.stored()
         )
         lag = None if last is None or position is None else max(0, last - position)
         return {
@@ -413,18 +416,18 @@ class ControlOperations:
             "processes": [
                 {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url}
                 | ({"console": p.console} if p.console else {})
-                for p in self._sources.present()
+                for p in self.present()
             ],
             "levels": _levels(fleet),
             "journal": {"last_seq": last, **stored.get("journal", {})},
             "spool": dict(stored.get("spool", {})),
             "projector": {"position": position, "lag": lag},
-            "leader": self._sources.leader() or None,
+            "leader": self.leader() or None,
         }
 
     def _worker(self, worker: Worker) -> Json:
         joined, last = worker.joined, worker.last_canary
-        beat = self._beats.fresh(joined.worker, joined.instance, STALE_S)
+        beat = self.beats.fresh(joined.worker, joined.instance, STALE_S)
         canary = last and {
             "outcome": last.outcome, "reason": last.reason or None, "canary": last.canary,
             "latency_ms": last.latency_ms, "at": _instant(last.at),
@@ -442,20 +445,20 @@ class ControlOperations:
             "held": worker.health.held,
             "spare": worker.spare.kept,
             "place": worker.spare.place or None,
-            "lingers": not worker.alive and self._processes.live(worker),
+            "lingers": not worker.alive and self.processes.live(worker),
             "in_flight": beat.in_flight if beat is not None and worker.alive else None,
             "last_canary": canary,
         }
 
     async def _last_seq(self) -> int | None:
         try:
-            return await asyncio.wait_for(self._journal.last_seq(), FLUSH_S)
+            return await asyncio.wait_for(self.journal.last_seq(), FLUSH_S)
         except (JournalUnavailable, TimeoutError):
             return None
 
     async def _projected_or_none(self) -> int | None:
         try:
-            return await asyncio.wait_for(self._sources.projected(), FLUSH_S)
+            return await asyncio.wait_for(self.projected(), FLUSH_S)
         except (StoreUnavailable, TimeoutError):
             return None
 

@@ -1,9 +1,9 @@
-"""The planner loop: reads the state store every few seconds, and records and applies proposals.
+"""The planner loop: reads the state store every few seconds; records and applies scaling proposals.
 
     state store ─▶ Planner ─▶ CapacityReported, ScaleProposed ─▶ hook ─▶ ScaleApplied
 
-Two planners that read the same state make the same proposal. The journal accepts the first one. The other planner drops its
-proposal and reads again.
+Two planners that read the same state make the same proposal. The journal accepts the proposal that arrives first. The planner of
+the later proposal drops it and reads again.
 """
 
 import asyncio
@@ -48,11 +48,10 @@ class PlannerMetrics(MetricTable):
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register with the process's registry."""
         super().__init__(registry)
-        self.registry = registry
         self._shown: set[str] = set()  # models
 
     def keep(self, models: Collection[str]) -> None:
-        """Remove the gauges of all models except `models`, the ones that still exist."""
+        """Keep the gauges of `models`, which are all models that still exist, and remove all other gauges."""
         of_models = (
             self.provisioned, self.wanted, self.needed, self.expected, self.error, self.held, self.achievable,
         )  # fmt: skip
@@ -72,7 +71,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class Planning:
-    """Runs one planner: reads the state store and the journal's end, and records what the planner proposes."""
+    """Runs one planner: reads the state store and the journal's last sequence, and records what the planner proposes."""
 
     store: PlanningStore
     journal: Journal
@@ -105,7 +104,7 @@ class Planning:
             await self.clock.sleep(self.settings.every_s)
 
     def _log_waiting(self, why: str) -> None:
-        """Store what the planner waits for, and log it if it has changed. Empty if the planner does not wait."""
+        """Store why the planner waits, and log a reason that is new. If `why` is empty, the planner does not wait."""
         if why and why != self.why_not:
             log.warning("planner_waits", why=why)
         self.why_not = why
@@ -113,7 +112,7 @@ class Planning:
     async def look(self) -> PlannerOutlook:
         """Read the state store once, record the proposals that are due, and return what the planner has concluded.
 
-        Raise StoreUnavailable, JournalUnavailable or TimeoutError.
+        Raise StoreUnavailable, JournalUnavailable or TimeoutError if the store or the journal does not answer.
         """
         async with asyncio.timeout(JOURNAL_S):
             last = await self.journal.last_seq()
@@ -132,7 +131,7 @@ class Planning:
         return seen
 
     async def _read(self) -> PlanningRead:
-        """Read all new events, pass them to the planner, and return the last read with the workers and the position."""
+        """Read all new events and pass them to the planner. Return the result of the last read."""
         planner = self._planner
         while True:
             since = self.clock.now() - timedelta(days=DAYS)
@@ -149,11 +148,14 @@ class Planning:
     def _report_capacity(self, seen: PlannerOutlook) -> None:
         for model, found in self._planner.capacities(seen).items():
             self.metrics.achievable.labels(model).set(found.achievable_rps)
-            if (fact := self._planner.tells(model, found, seen)) is not None:
+            if (fact := self._planner.capacity_fact(model, found, seen)) is not None:
                 self.journal.observe(fact)
 
     async def _propose(self, proposal: Proposal, fact: ScaleProposed) -> None:
-        """Record a proposal unless another planner was first, and apply it. Raise JournalUnavailable."""
+        """Record and apply a proposal, unless another planner has recorded one first.
+
+        Raise JournalUnavailable if the journal does not answer.
+        """
         last = self._planner.last_proposed(proposal.model)
         after = last if last and last >= await self.journal.first_seq() else 0
         try:

@@ -1,12 +1,13 @@
-"""The controller's main loop: reads the journal, settles, and appends the due decisions atomically.
+"""The controller's main loop: reads the journal, and appends the due decisions atomically.
 
     journal ─▶ order ─▶ settle ─▶ append (fenced) ─▶ journal
                   ▲                     │
                   └──── read again ◀────┴── Fenced, or the outcome is unknown
 
-The reconciler folds only events that it has read from the stream, never events that it expects to have appended. So after a
-fenced append, or an append with unknown outcome, nothing must be undone: it reads to the end of the stream and settles again. A
-standby also reads and folds, but does not decide, so it can take over at once.
+To settle is to compute all decisions that are due in the fleet state. The reconciler folds only events that it has read from
+the stream, never events that it expects to have appended. So no state needs to be undone after an append that was rejected
+(fenced), or that has an unknown outcome. The reconciler then reads to the end of the stream and settles again. A standby also
+reads and folds, but does not decide, so it can take over at once.
 
 The loop settles whenever it has read something new. It also settles every `ask_s`, because decisions can become due by time
 alone. If no decision can be due, `SettleCache` returns without settling.
@@ -73,19 +74,14 @@ class Reconciler:
         self._backoff_s = BACKOFF_MIN_S
         self._pending_since = self.clock.monotonic()
         self._news = asyncio.Event()
-        self._listeners: list[Callable[[Sequence[Decision]], None]] = []
 
     @property
     def leading(self) -> bool:
         """Whether this controller decides for the fleet: it holds the lease and has read to the end of the stream."""
         return self.lease.held and self._barrier is not None and self.order.last_seq >= self._barrier
 
-    def listen(self, callback: Callable[[Sequence[Decision]], None]) -> None:
-        """Call `callback(decisions)` after each append that the journal has acknowledged."""
-        self._listeners.append(callback)
-
     def wake(self) -> None:
-        """Make the loop settle now instead of after `ask_s`."""
+        """Make the loop check for due decisions now instead of after `ask_s`."""
         self._news.set()
 
     async def run(self) -> None:
@@ -137,9 +133,10 @@ class Reconciler:
                 await self._back_off()
 
     async def step(self) -> Sequence[Decision]:
-        """Settle once, append the due decisions, and return them.
+        """Compute the due decisions once, append them, and return them.
 
-        Return () if none are due, or if the journal has not been read to its end yet. Raise Fenced or JournalUnavailable.
+        Return () if none are due, or if the journal has not been read to its end yet. Raise Fenced if the journal has a
+        decision that this controller has not read. Raise JournalUnavailable if the outcome is unknown.
         """
         if self._barrier is None:
             self._barrier = await self.journal.last_seq()
@@ -167,10 +164,9 @@ class Reconciler:
         return ()
 
     async def _append(self, decisions: Sequence[Decision]) -> None:
-        """Append decisions, at most `append_max` at once, and let the loop wait until it has read them back.
+        """Append decisions in parts of at most `append_max`. The loop decides again only after reading the parts back.
 
-        Each part is appended atomically. If a later part fails, the decisions of that part become due again, because each part
-        leaves a consistent state.
+        Each part is appended atomically and leaves a consistent state. So if a part fails, its decisions become due again.
         """
         through, after = self.order.last_seq, self.order.position.decided
         self._barrier = None  # unknown until the journal has acknowledged the append
@@ -186,11 +182,12 @@ class Reconciler:
             fields = {name: value for name, value in to_builtins(decision).items() if value not in ("", None)}
             fields.pop("policy", None)
             log.info(decision.kind(), seq=seq, **fields)
-        for listener in self._listeners:
-            listener(decisions)
 
     async def _back_off(self) -> None:
-        """Wait for a growing time with jitter. The next step reads to the end of the journal before it decides."""
+        """Wait before the next step: longer after each failure, with jitter.
+
+        The next step reads to the end of the journal before it decides.
+        """
         self._barrier = None
         await self.clock.sleep(self._backoff_s * random.uniform(0.5, 1.5))
         self._backoff_s = min(BACKOFF_MAX_S, self._backoff_s * 2)

@@ -15,11 +15,11 @@ from events.intrusion.send_budget import HEARTBEATS, MIB, Rate, TrafficLimit, tr
 
 
 class ConfiguredCanary(Strict):
-    """A canary with a configured right answer, in the form of the seed.
+    """A canary with a right answer that an operator has configured.
 
-    The prompt is sent unchanged, however short: extending it would change the expected answer. The range is of the best value at
-    the first position as engines report it: a logprob, which is never above 0 (B14). A range of raw logits, which no engine
-    reports, is refused.
+    The prompt is sent unchanged, however short: extending it would change the expected answer. `expected_top_logit_range` limits
+    the highest value at the first position of the answer. This value is a logprob, which is never above 0, because engines
+    report no raw logits. With `check_logits`, a range that begins above 0 is refused.
     """
 
     prompt: str = Field(min_length=1)
@@ -138,17 +138,17 @@ class ControllerBudgets(Strict):
 
     @property
     def facts(self) -> TrafficLimit:
-        """The limit of facts."""
+        """The limits on the number and size of facts, per second and at once."""
         return traffic(self.facts_per_s, self.facts_burst, self.fact_mb_per_s, self.fact_mb_burst)
 
     @property
     def facts_of_a_day(self) -> Rate:
-        """The daily limit of facts: it keeps one worker from displacing the others' history on the journal."""
+        """The limit on the size of a day's facts, so that one worker cannot displace others' facts from the journal."""
         return Rate(per_s=self.fact_mb_per_day * MIB / 86_400, burst=self.fact_mb_per_day * MIB)
 
     @property
     def beats(self) -> TrafficLimit:
-        """The limit of heartbeats."""
+        """The limits on the number and size of heartbeats, per second and at once."""
         return traffic(self.beats_per_s, self.beats_burst, self.beat_mb_per_s, self.beat_mb_burst)
 
 
@@ -217,7 +217,7 @@ class PlannerSettings(Strict):
 
     @property
     def by(self) -> str:
-        """What applies proposals; empty: nothing does."""
+        """What applies proposals: "command", "http" or "supervisor"; "" if they are not applied."""
         if self.mode != "act":
             return ""
         return "command" if self.hook_command else "http" if self.hook_url else "supervisor"

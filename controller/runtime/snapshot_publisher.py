@@ -1,6 +1,9 @@
-"""Publishes snapshots of the settled fleet to the journal while this controller leads.
+"""Publishes snapshots of the fleet state to the journal while this controller leads.
 
-If the journal has dropped older events at its bounds, a starting process folds from a snapshot (`events.journal.bounds`).
+A snapshot is the state as of the last decision, without later observations.
+
+The journal drops old events to stay within its bounds (`events.journal.bounds`). A starting process that needs dropped events
+folds its state from a snapshot instead.
 """
 
 import asyncio
@@ -55,7 +58,10 @@ class SnapshotKeeper:
             await self.clock.sleep(self.look_s)
 
     async def look(self) -> bool:
-        """Publish a snapshot if one is due, and return whether it was published. Raise JournalUnavailable."""
+        """Publish a snapshot if one is due. Return whether one was published.
+
+        Raise JournalUnavailable if the journal does not answer.
+        """
         if not self.leading():
             self._looked = False
             return False
@@ -86,7 +92,10 @@ class SnapshotKeeper:
 
 
 async def newest_kept(journal: Journal) -> SnapshotPosition | None:
-    """Return the position of the newest complete snapshot on the journal; None without one. Raise JournalUnavailable."""
+    """Return the position of the newest complete snapshot on the journal; None without one.
+
+    Raise JournalUnavailable if the journal does not answer.
+    """
     found = None
     async for event, snapshot in snapshots(journal):
         assert isinstance(event.fact, SnapshotKept)

@@ -2,9 +2,9 @@
 
 The journal is on the broker. A spool is a file of a process on this host, in which facts wait for the broker.
 
-What happens at a journal's size limit depends on how its stream was created. If the broker drops the oldest events (once a
-snapshot covers them), such a journal is full only when its disk is full. If the broker refuses new messages at the limit, the
-journal is full as soon as it reaches the limit.
+What the broker does at the journal's size limit was set when the stream was created. If the broker drops the oldest events
+(once a snapshot covers them), the journal is full only when the disk is full. If the broker refuses new messages, the journal is
+full as soon as it reaches the limit.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ DAY_S = 86_400.0
 
 
 async def describe(usage: Callable[[], Awaitable[JournalUsage]], data: Path) -> dict[str, dict[str, object]]:
-    """Return the values `journal` and `spool` of `holdfast status`, read from the broker and the disk, as plain JSON values.
+    """Return the parts `journal` and `spool` of `holdfast status` as plain JSON values, read from broker and disk.
 
     A value is None if it is unknown now.
     """
@@ -50,7 +50,7 @@ def _disk(data: Path) -> tuple[int, int | None]:
 
 @dataclass(eq=False)
 class JournalRoom:
-    """Polls the journal's size and free space for the metrics, because a query may take longer than a scrape is allowed to."""
+    """Polls the journal's size and free space for the metrics, because a query can exceed the time limit of a scrape."""
 
     usage: Callable[[], Awaitable[JournalUsage]]
     data: Path

@@ -1,9 +1,9 @@
-"""A process's view of the fleet: the fold of a snapshot and of the journal's later events.
+"""A process's view of the fleet: the state folded from a snapshot and the journal's later events.
 
 The snapshot comes from the state store. All components that need the fleet (the router, the canary loop, liveness, the actuator,
 metrics) subscribe to a view. While the broker is unavailable, the view keeps its last state, or uses the state store's snapshot
-and events. If the journal turns out to be a different one, the view reports an error and keeps its state, because requests must
-be served even if the control plane fails.
+and events. If the journal is not the one that the state store has folded, the view reports an error. It keeps its state, because
+requests must be served even if the control plane fails.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class ViewNotReady(HoldfastError):
 
 
 class FleetView(FleetFold):
-    """The fold of the fleet in one process. It follows the journal, and notifies listeners of each list of folded events."""
+    """The folded fleet state of one process. Follows the journal, and notifies listeners of each list of folded events."""
 
     def __init__(
         self,
@@ -97,7 +97,10 @@ class FleetView(FleetFold):
         self._listeners.append(callback)
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until the view is ready. Raise ViewNotReady after `deadline_s`, or the error that ended following."""
+        """Wait until the view is ready.
+
+        Raise ViewNotReady if it is not ready after `deadline_s` seconds. If an error has ended `run` before, raise that error.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 await self._outcome_known.wait()
@@ -109,7 +112,8 @@ class FleetView(FleetFold):
     async def run(self) -> None:
         """Follow the journal until cancelled.
 
-        Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged. The state is then kept, and another call continues from it.
+        Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged. The state is then kept, and another call of `run` continues
+        from it.
         """
         try:
             if self._began_at is None:
@@ -161,9 +165,9 @@ class FleetView(FleetFold):
             self._after_batch(batch)
 
     def _catch_up(self, behind: Order[Fleet], batch: Batch) -> None:
-        """Fold journal events separately from the shown state, which came from the store.
+        """Fold journal events into `behind`, while the view shows the state that came from the store.
 
-        Once this separate fold has reached the shown state's sequence, show it instead.
+        Once `behind` has reached the sequence of the shown state, it replaces the shown state.
         """
         for event in batch:
             behind.take(event)
@@ -179,7 +183,8 @@ class FleetView(FleetFold):
     async def _find_end(self) -> None:
         """Query the stream's last sequence, up to which the view must read to be ready.
 
-        A query is needed because an empty stream delivers no event. If the broker does not answer in time, show the state store.
+        A query is needed because an empty stream delivers no event. If the broker does not answer in time, the view's state is
+        taken from the state store.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._store_suffices_after_s
@@ -194,7 +199,10 @@ class FleetView(FleetFold):
         self._check_ready()
 
     async def _show_store(self) -> None:
-        """Show the fold of the state store's events until the journal can be read. Do nothing without a store."""
+        """Show the fleet state that is folded from the store's events, as long as the journal cannot be read.
+
+        If any event has been read, from the store or the journal, the view is ready.
+        """
         if self._store is not None and self._behind is None:
             try:
                 order = await by_the_store(self._store, self.order)
@@ -209,9 +217,10 @@ class FleetView(FleetFold):
             self._set_ready()
 
     async def _audit(self, store: StateStore) -> None:
-        """Compare the store's settled state with this view's every few seconds.
+        """Compare the store's snapshot with this view's state as of the last decision, every few seconds.
 
-        At the same position both are folds of the same facts, so a difference is a bug, and is logged.
+        At the same position, the snapshot and the view's state are folds of the same facts. So a difference is a bug, and is
+        logged.
         """
         compared = Position()
         while True:

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -45,12 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenario", choices=("group-failure",), help=text)
     text = "capacity as a multiple of the SLO, for --scenario (default: %(default)s)"  # 15 of 16 groups still meet the objective
     add("--provisioned", type=float, default=1.067, metavar="X", help=text)
-    add(
-        "--spares",
-        default=0,
-        metavar="N",
-        help="additional spare groups, for --scenario (default: %(default)s)",
-    )
+    text = "additional spare groups, for --scenario (default: %(default)s)"
+    add("--spares", default=0, metavar="N", help=text)
     parser.add_argument(
         "-o", dest="output", choices=("text", "json"), default="text", help="output format (default: text)"
     )
@@ -66,37 +61,25 @@ def run_cli(args: argparse.Namespace) -> int:
 
         print(group_failure.transcript(args.provisioned, args.spares), end="")
         return EXIT_OK
-    if args.runs > 1:
-        return _sweep(args)
     from controller.simulator import report
-    from controller.simulator.simulation import Simulation
-    from controller.simulator.world.scenario import draw
+    from controller.simulator.simulation import SweepRun, sweep
 
-    scenario = draw(args.seed, args.workers, args.minutes, args.rates)
-    simulation = Simulation(scenario, live_requests=args.live_requests)
-    result = simulation.run()
+    about = args.workers, args.minutes, args.rates, args.live_requests
+    runs = [SweepRun(seed, *about) for seed in range(args.seed, args.seed + args.runs)]
     if args.dump is not None:
+        simulation = runs[0].simulation()
+        results = iter([simulation.run()])
         try:
             args.dump.write_text("".join(simulation.history()), encoding="utf-8")
         except OSError as error:
             print(f"holdfast simulate: cannot write {args.dump}: {error.strerror}", file=sys.stderr)
             return EXIT_FAILED
-    print(report.output(args, result))
-    return EXIT_OK if result.violation is None else EXIT_FOUND
-
-
-def _sweep(args: argparse.Namespace) -> int:
-    from controller.simulator import report
-    from controller.simulator.simulation import SweepRun, sweep
-
-    seeds = range(args.seed, args.seed + args.runs)
-    one = SweepRun(args.seed, args.workers, args.minutes, args.rates, args.live_requests)
-    runs = [replace(one, seed=seed) for seed in seeds]
+    else:
+        results = sweep(runs, min(args.processes, args.runs))
     status = EXIT_OK
-    for result in sweep(runs, args.processes):
-        print(report.output(args, result))
-        if result.violation is not None:
-            status = EXIT_FOUND
+    for run, result in zip(runs, results, strict=True):
+        print(report.output(args, run, result))
+        status = status if result.violation is None else EXIT_FOUND
     return status
 
 

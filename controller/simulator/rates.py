@@ -1,6 +1,6 @@
 """Accelerator failure rates from field studies, and the GPU-hours that a fleet loses through them.
 
-Two figures are easily confused:
+Two quantities are easily confused:
 
 - *Failure events per day* depends only on the number of devices, and not on the size `tp` of the tensor-parallel groups.
 - *GPU-hours lost per day* = events per day × `tp` × hours to repair, because a failed device takes its whole group out of
@@ -27,8 +27,8 @@ class Rates:
     """The failure rate and the kinds of failures that one field study measured.
 
     `per_gpu_day` counts failures of any cause per GPU and day. `mix` distributes the failures over the simulator's kinds of
-    faults, with shares that add up to 1. `gpu_share` is the share caused by the GPU itself, or None if the source does not
-    report this share. `mttr_hours` is the mean time until the capacity is restored.
+    faults, with shares that add up to 1. `gpu_share` is the share of failures that the GPU itself caused, or None if the
+    source does not report this share. `mttr_hours` is the mean time until the capacity is restored.
     """
 
     name: str
@@ -139,15 +139,18 @@ class Forecast:
 
     @property
     def failures_per_day(self) -> float:
-        """Failure events per day of the whole fleet. The number does not depend on `tp`."""
+        """Failure events per day of the whole fleet, whatever the size of the tensor-parallel groups."""
         return self.rates.per_gpu_day * self.gpus
 
     @property
     def gpu_hours_lost_per_day(self) -> float:
-        """Events per day × tp × hours to repair, because each event stops a group of `tp` GPUs."""
+        """GPU-hours lost per day: failure events per day × `tp` × hours to repair.
+
+        Each event takes a tensor-parallel group of `tp` GPUs out of service.
+        """
         return self.failures_per_day * self.tp * self.rates.mttr_hours
 
     @property
     def mtbf_hours(self) -> float:
-        """The mean hours between failure events of the whole fleet."""
+        """The mean time in hours between failure events of the whole fleet."""
         return mtbf_hours(self.gpus, self.rates.afr)

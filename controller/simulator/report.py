@@ -5,35 +5,26 @@ import json
 from dataclasses import asdict
 
 from controller.simulator.rates import PRESETS, Forecast
-from controller.simulator.simulation import ALL_INVARIANTS, Result
+from controller.simulator.simulation import ALL_INVARIANTS, Result, SweepRun
 from controller.simulator.world.scenario import Scenario
 
-# Fields of the scenario that the JSON output has under the same name.
+# Fields of the scenario and of the result that the JSON output has under the same name.
 SCENARIO = ("seed", "workers", "minutes", "models", "controllers", "frontends", "spares")
+RESULT = (
+    "events", "decisions", "kinds", "faults", "requests", "worst_level", "appends_fenced", "stored_twice", "checks",
+)  # fmt: skip
 
 
-def output(args: argparse.Namespace, result: Result) -> str:
+def output(args: argparse.Namespace, run: SweepRun, result: Result) -> str:
     """Return the output for a run in the form that `args` selects: JSON, one line (with `--runs`), or text."""
-    seed, live = result.scenario.seed, args.live_requests
-    again = command(seed, args.workers, args.minutes, args.rates, live_requests=live)
     forecast = None
     if args.rates is not None:
         forecast = Forecast(rates=PRESETS[args.rates], gpus=args.workers * args.tp, tp=args.tp)
     if args.output == "json":
-        return json.dumps(as_plain(result, again, forecast))
+        return json.dumps(as_plain(result, run.command, forecast))
     if args.runs > 1 and result.violation is None:
         return line(result)
-    return text(result, again, forecast)
-
-
-def command(
-    seed: int, workers: int, minutes: float, rates: str | None = None, *, live_requests: bool = False
-) -> str:
-    """Return the command line that repeats a run."""
-    flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
-    # All digits: a rounded duration would give another history.
-    exact = int(minutes) if minutes == int(minutes) else minutes
-    return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
+    return text(result, run.command, forecast)
 
 
 def line(result: Result) -> str:
@@ -45,7 +36,11 @@ def line(result: Result) -> str:
 
 
 def text(result: Result, again: str, expected: Forecast | None) -> str:
-    """Return the result of a run as text. `again` is the command that repeats the run."""
+    """Return the result of a run as text.
+
+    `again` is the command that repeats the run. `expected` holds the failures that the preset of failure rates
+    predicts, or None without a preset.
+    """
     parts = [_head(result), _happened(result), _clients(result), _checked(result)]
     if expected is not None:
         parts.append(_expected(expected))
@@ -60,7 +55,11 @@ def text(result: Result, again: str, expected: Forecast | None) -> str:
 
 
 def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, object]:
-    """Return the result of a run as plain JSON values. `again` is the command that repeats the run."""
+    """Return the result of a run as plain JSON values.
+
+    `again` is the command that repeats the run. `expected` holds the failures that the preset of failure rates
+    predicts, or None without a preset.
+    """
     scenario, violation = result.scenario, result.violation
     planning, crowd = scenario.planning, scenario.crowd
     return {
@@ -69,12 +68,8 @@ def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str,
         "room": crowd.batch + crowd.waiting if crowd is not None else None,
         "canary_interval_s": scenario.interval / 1e6,
         "healed_at_s": scenario.heal_at / 1e6,
-        **{name: getattr(result, name) for name in ("events", "decisions", "kinds", "faults")},
-        "requests": asdict(result.tally),
-        "worst_level": result.levels,
-        "appends_fenced": result.fenced,
-        "stored_twice": result.repeated,
-        "checks": result.checks,
+        **{name: getattr(result, name) for name in RESULT},
+        "requests": asdict(result.requests),
         "violation": None if violation is None else asdict(violation),
         "wall_s": round(result.wall_s, 3),
         "times_real_time": round(result.speed, 1),
@@ -90,12 +85,12 @@ def _head(result: Result) -> str:
         f"seed {scenario.seed}: {scenario.workers} workers ({', '.join(scenario.models)}), "
         f"{scenario.controllers} controllers, {scenario.frontends} frontends{_besides(scenario)}, a canary every "
         f"{scenario.interval / 1e6:g} s\n{scenario.minutes:g} virtual minutes in {result.wall_s:.2f} s: "
-        f"{result.speed:,.0f} x real time, {result.happened:,} steps\nhistory {result.digest[:16]}"
+        f"{result.speed:,.0f} x real time, {result.steps:,} steps\nhistory {result.digest[:16]}"
     )
 
 
 def _besides(scenario: Scenario) -> str:
-    """Return a phrase with the scenario's spares, planners and request limits; empty if it has none of these."""
+    """Return a phrase about the scenario's spares, planners and request limits; "" if there are none."""
     planning, crowd = scenario.planning, scenario.crowd
     found = [f"{scenario.spares} spares"] if scenario.spares else []
     if planning is not None:
@@ -111,13 +106,13 @@ def _happened(result: Result) -> str:
     rows = [f"  {count:>7,}  {kind}" for kind, count in kinds]
     return (
         f"faults until {result.scenario.heal_at / 60e6:.1f} min: {faults}\n"
-        f"{result.events:,} events, {result.decisions:,} of them decisions; {result.fenced} appends fenced, "
-        f"{result.repeated} facts stored twice\n" + "\n".join(rows)
+        f"{result.events:,} events, {result.decisions:,} of them decisions; {result.appends_fenced} appends fenced, "
+        f"{result.stored_twice} facts stored twice\n" + "\n".join(rows)
     )
 
 
 def _clients(result: Result) -> str:
-    tally = result.tally
+    tally = result.requests
     return (
         f"requests: {tally.requests:,} came, {tally.served:,} served, {tally.migrated:,} migrations, "
         f"{tally.rejected:,} shed, {tally.unserved:,} without a worker, {tally.lost:,} lost, "
@@ -126,11 +121,8 @@ def _clients(result: Result) -> str:
 
 
 def _checked(result: Result) -> str:
-    rows = [
-        f"  {result.checks[i.name]:>9,} x  {i.sentence}"
-        for i in ALL_INVARIANTS.values()
-        if i.name in result.checks
-    ]
+    checked = (one for one in ALL_INVARIANTS.values() if one.name in result.checks)
+    rows = [f"  {result.checks[one.name]:>9,} x  {one.sentence}" for one in checked]
     verdict = "all held" if result.violation is None else f"{result.violation.invariant} was broken"
     return f"invariants: {verdict}\n" + "\n".join(rows)
 

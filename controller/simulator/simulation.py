@@ -3,14 +3,13 @@
 import contextlib
 import gc
 import hashlib
-import json
 import logging
 import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import merge
 from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
@@ -18,22 +17,16 @@ from types import ModuleType
 
 import structlog
 
-from controller.deciders.fleet import Fleet, FleetPolicy
 from controller.simulator.checks import decisions, end, folds, overload, planner, requests, spares, world
 from controller.simulator.checks.watch import Invariant, InvariantWatch, Violated, Violation
-from controller.simulator.world.broker import Broker, Network, SimulatedOutbox
-from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.faults import FaultInjector
-from controller.simulator.world.kernel import SECOND, Kernel
-from controller.simulator.world.machines import Machine
-from controller.simulator.world.planner import SimulatedPlanner, SimulatedProjector
-from controller.simulator.world.requests.frontends import RequestsUnderWay, SimulatedFrontend
-from controller.simulator.world.requests.live_requests import LiveRequests
-from controller.simulator.world.scenario import Scenario, draw, profile_of
-from controller.simulator.world.seams import Seams, Stored
-from controller.simulator.world.surroundings import Remembered, Replica
-from controller.simulator.world.traffic import ClientTally, SimulatedDemand
-from controller.simulator.world.world import Operators, SimulatedScaling, SimulatedSupervisor, SimulatedWorld
+from controller.simulator.world.kernel import SECOND
+from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.requests.live_requests import LiveFrontend
+from controller.simulator.world.scenario import Scenario, draw
+from controller.simulator.world.seams import Seams
+from controller.simulator.world.traffic import ClientTally
+from controller.simulator.world.world import SimulatedWorld
 from events import codec
 from events.fact import Recorded
 from events.order import OutOfOrder
@@ -60,13 +53,13 @@ class Result:
     kinds: dict[str, int]
     faults: dict[str, int]
     checks: dict[str, int]
-    tally: ClientTally
-    fenced: int
-    repeated: int
-    happened: int
+    requests: ClientTally
+    worst_level: dict[str, int]  # by model
+    appends_fenced: int
+    stored_twice: int  # facts
+    steps: int  # calls that the kernel has made
     wall_s: float
     digest: str  # hash of the history
-    levels: dict[str, int]  # worst level reached, by model
 
     @property
     def speed(self) -> float:
@@ -80,33 +73,20 @@ class Simulation(SimulatedWorld):
     def __init__(
         self, scenario: Scenario, seams: Seams | None = None, *, live_requests: bool = False
     ) -> None:
-        """Create the world. With `live_requests`, each request is simulated token by token."""
-        self.scenario = scenario
+        """Create the world. With `live_requests`, each request is simulated token by token.
+
+        `seams` can plant a deliberate fault, to test that an invariant detects it.
+        """
         seams = seams or Seams()
-        self.seams = replace(seams, evolve=Remembered(seams.evolve))
-        self.kernel = kernel = Kernel(scenario.seed)
-        self.notes: list[tuple[int, str]] = []  # sequence of the event before the fault, line of the history
-        self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
+        super().__init__(scenario, seams, LiveFrontend if live_requests else SimulatedFrontend)
         self.watch = watch = InvariantWatch(self, seams, ALL_INVARIANTS if live_requests else INVARIANTS)
-        self.broker.watchers.append(watch.recorded)
-        self.notify, self.decided, self.stepped = watch.notify, watch.appended, watch.stepped
-        self.machines = {name: self._machine(name, i) for i, name in enumerate(self._names())}
-        self.tally, self.demand = ClientTally(), SimulatedDemand(scenario, kernel)
-        self.projector = SimulatedProjector(self)
-        planning = scenario.planning
-        planners = numbered("planner", planning.planners if planning is not None else 0)
-        self.planners = [SimulatedPlanner(name, self, self.projector) for name in planners]
-        controllers = numbered("controller", scenario.controllers)
-        self.controllers = [SimulatedController(name, self) for name in controllers]
-        underway = LiveRequests if live_requests else RequestsUnderWay
-        frontends = numbered("frontend", scenario.frontends)
-        self.frontends = [SimulatedFrontend(name, self, underway) for name in frontends]
-        self.operators, self.supervisor = Operators(self), SimulatedSupervisor(self)
-        self.scaling = SimulatedScaling(self) if planning is not None else None
+        self.broker.watch, self.notify, self.stepped = watch.recorded, watch.notify, watch.stepped
+        self.shown = lambda: watch.reference.shown
         self.faults = FaultInjector(self)
+        self.update = self.faults.updates.fit
 
     def run(self) -> Result:
-        """Run the scenario to its end or to the first violated invariant, which the result then names."""
+        """Run the scenario to its end or to the first violated invariant. The result contains the violation."""
         began = time.perf_counter()
         violation = None
         try:
@@ -120,68 +100,10 @@ class Simulation(SimulatedWorld):
             violation = self.watch.out_of_order(found)
         return self._result(violation, time.perf_counter() - began)
 
-    def policy(self) -> FleetPolicy:
-        """Return the policy that a controller uses if it starts now."""
-        return self.scenario.policies[-1 if self.kernel.now >= self.scenario.change_at else 0]
-
-    def believed(self) -> Fleet:
-        """Return the fleet that the leader has folded. Without a running leader, return the fold of the whole journal."""
-        for controller in self.controllers:
-            if controller.up and controller.leading and not controller.paused:
-                return controller.replica.fleet
-        return self.watch.reference.shown
-
-    def stored(self) -> Stored | None:
-        """Return the contents of the state store; None if nothing has been stored."""
-        return self.projector.stored
-
-    def linking(self) -> list[SimulatedFrontend]:
-        """Return the running frontends."""
-        return [frontend for frontend in self.frontends if frontend.up]
-
-    def replicas(self) -> list[Replica]:
-        """Return the folds of all running processes."""
-        reading = (*self.controllers, *self.frontends, self.projector)
-        return [process.replica for process in reading if process.up]
-
-    def outboxes(self) -> list[SimulatedOutbox]:
-        """Return the outboxes of all running processes."""
-        publishing = (*self.controllers, *self.frontends, *self.planners)
-        boxes = [process.outbox for process in publishing if process.up]
-        boxes += [machine.outbox for machine in self.machines.values() if machine.up]
-        return [*boxes, self.scaling.outbox] if self.scaling is not None else boxes
-
     def history(self) -> Iterator[str]:
         """Yield the history as JSON lines: all events of the journal and all faults, in order of time."""
         events = ((event.seq, _event_line(event)) for event in self.broker.events)
         return (line for _, line in merge(events, self.notes, key=itemgetter(0)))
-
-    def note(self, text: str) -> None:
-        """Record a fault in the history."""
-        line = json.dumps({"at_us": self.kernel.now, "fault": text}) + "\n"
-        self.notes.append((self.broker.last_seq, line))
-
-    def add_machine(self, model: str) -> Machine:
-        """Add a machine for one more worker of a model, and return it. No process is started yet."""
-        models, index = self.scenario.models, len(self.machines)
-        while models[index % len(models)] != model:
-            index += 1
-        while (name := f"w{index + 1}") in self.machines:
-            index += len(models)
-        machine = self.machines[name] = self._machine(name, index)
-        updates = self.faults.updates
-        updates.fit(machine)
-        return machine
-
-    def _names(self) -> list[str]:
-        return numbered("w", self.scenario.workers)
-
-    def _machine(self, name: str, index: int) -> Machine:
-        scenario, crowd = self.scenario, self.scenario.crowd
-        spare = scenario.workers - scenario.spares <= index < scenario.workers
-        waiting = crowd.waiting if crowd is not None else None
-        model, host = scenario.models[index % len(scenario.models)], (self.kernel, self.broker, self._broken)
-        return Machine(name, model, *host, profile=profile_of(crowd), spare=spare, waiting=waiting)
 
     def begin(self) -> None:
         """Schedule the start of all processes, and the first faults."""
@@ -191,11 +113,11 @@ class Simulation(SimulatedWorld):
         faults, corrupt = self.faults.workers, min(self.scenario.corrupt_from_start, len(self.machines))
         for machine in chance.sample([*self.machines.values()], corrupt):
             faults.corrupt_from_start(machine)
-        for process in (*self.controllers, *self.frontends, *self.planners, self.projector):
+        for process in self.processes:
             kernel.after(int(chance.random() * 2 * SECOND), process.start)
         kernel.after(SECOND, self.watch.tick)
         kernel.after(20 * SECOND, self.faults.begin)
-        kernel.after(self.scenario.heal_at, self._heal)
+        kernel.after(self.scenario.heal_at, self.faults.heal)
         if len(self.scenario.policies) > 1:
             kernel.after(self.scenario.change_at, self._change_policy)
 
@@ -205,14 +127,6 @@ class Simulation(SimulatedWorld):
         for i, controller in enumerate(self.controllers):
             self.kernel.after(i * 45 * SECOND, controller.crash)
             self.kernel.after(i * 45 * SECOND + 2 * SECOND, controller.start)
-
-    def _heal(self) -> None:
-        self.faults.heal()
-        self.operators.resume_all()
-
-    def _broken(self, machine: Machine) -> None:
-        for frontend in self.frontends:
-            frontend.broken(machine)
 
     def _result(self, violation: Violation | None, wall_s: float) -> Result:
         kinds = Counter(event.fact.kind() for event in self.broker.events)
@@ -227,24 +141,19 @@ class Simulation(SimulatedWorld):
             kinds=dict(sorted(kinds.items())),
             faults=dict(sorted(self.faults.struck.items())),
             checks=dict(sorted(self.watch.checks.items())),
-            tally=self.tally,
-            fenced=self.broker.fenced,
-            repeated=self.broker.repeated,
-            happened=self.kernel.happened,
+            requests=self.tally,
+            worst_level=dict(self.watch.ledger.worst_levels),
+            appends_fenced=self.broker.fenced,
+            stored_twice=self.broker.repeated,
+            steps=self.kernel.happened,
             wall_s=wall_s,
             digest=digest.hexdigest(),
-            levels=dict(self.watch.worst_level),
         )
-
-
-def numbered(name: str, count: int) -> list[str]:
-    """Return `count` names that consist of `name` and a number from 1 up."""
-    return [f"{name}{number + 1}" for number in range(count)]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the log messages of the production code, which would be too many for a virtual hour."""
+    """Suppress the log messages of the production code, because a virtual hour would produce too many."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -269,24 +178,6 @@ def uncollected() -> Iterator[None]:
         gc.collect(1)  # only the generations of objects created by this run
 
 
-def simulate(
-    seed: int,
-    workers: int = 16,
-    minutes: float = 60.0,
-    *,
-    rates: str | None = None,
-    seams: Seams | None = None,
-    live_requests: bool = False,
-) -> Result:
-    """Simulate `minutes` virtual minutes of a seed's scenario, and return the result.
-
-    If an invariant is violated, the run ends and the result contains the violation. With `rates`, the name of a preset, the
-    faults of workers are distributed as in that field study. Raise KeyError for an unknown preset.
-    """
-    with uncollected():
-        return Simulation(draw(seed, workers, minutes, rates), seams, live_requests=live_requests).run()
-
-
 def _event_line(event: Recorded) -> str:
     return (
         f'{{"seq": {event.seq}, "at": "{event.at.isoformat()}", "id": {quoted(event.id)}, '
@@ -298,7 +189,10 @@ def _event_line(event: Recorded) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """The parameters of one run in a sweep."""
+    """The parameters of one run: the seed, the number of workers, and the virtual minutes to simulate.
+
+    `rates` names a preset of `rates.py`. The workers' faults are then distributed as in the preset's field study.
+    """
 
     seed: int
     workers: int
@@ -306,20 +200,37 @@ class SweepRun:
     rates: str | None = None
     live_requests: bool = False
 
+    @property
+    def command(self) -> str:
+        """The command line that repeats the run."""
+        flags = f" --rates {self.rates}" if self.rates else ""
+        flags += " --live-requests" if self.live_requests else ""
+        # All digits: a rounded duration would give another history.
+        exact = int(self.minutes) if self.minutes == int(self.minutes) else self.minutes
+        return f"holdfast simulate --seed {self.seed} --workers {self.workers} --minutes {exact}{flags}"
 
-def play(run: SweepRun) -> Result:
-    """Simulate one run of a sweep. An exception gets a note that names the run."""
-    try:
-        return simulate(run.seed, run.workers, run.minutes, rates=run.rates, live_requests=run.live_requests)
-    except Exception as error:
-        error.add_note(f"while playing {run}")
-        raise
+    def simulation(self, seams: Seams | None = None) -> Simulation:
+        """Create the simulation of the run without starting it. Raise KeyError for an unknown preset of rates."""
+        scenario = draw(self.seed, self.workers, self.minutes, self.rates)
+        return Simulation(scenario, seams, live_requests=self.live_requests)
+
+    def play(self, seams: Seams | None = None) -> Result:
+        """Simulate the run, and return the result. An exception gets a note that names the run.
+
+        If an invariant is violated, the run ends and the result contains the violation.
+        """
+        try:
+            with uncollected():
+                return self.simulation(seams).run()
+        except Exception as error:
+            error.add_note(f"while playing {self}")
+            raise
 
 
 def sweep(runs: Iterable[SweepRun], processes: int) -> Iterator[Result]:
     """Yield the result of each run, in the order of `runs`. The runs are distributed over `processes` processes."""
     if processes == 1:
-        yield from map(play, runs)
+        yield from map(SweepRun.play, runs)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(play, runs, chunksize=4)
+        yield from pool.map(SweepRun.play, runs, chunksize=4)

@@ -1,10 +1,10 @@
-"""Computes statistics of a trace: lengths of prompts and answers, and how much of them prompts share.
+"""Computes statistics of a trace: the lengths of prompts and answers, and the shared part of prompts.
 
 Definitions, for one prompt:
 
-    context      the leading blocks of the prompt that another prompt has too; the whole prompt, if all its blocks are shared
+    context      the prompt's leading blocks, as far as another prompt also has them; at most the whole prompt
     unique       the rest of the prompt, after the context
-    hit rate     the share of the prompt's blocks that an unbounded prefix cache has when the prompt arrives
+    hit rate     the fraction of the prompt's blocks that earlier prompts have left in a prefix cache of unlimited size
 """
 
 from array import array
@@ -39,7 +39,7 @@ class Spread:
 class Analysis:
     """The statistics of a trace. Lengths are in tokens, and the hit rate is a fraction.
 
-    Values that need hash ids are None if no request has them.
+    The values that are computed from hash ids are None if no request has hash ids.
     """
 
     requests: int
@@ -57,9 +57,9 @@ class Analysis:
 
 @dataclass(frozen=True, slots=True)
 class TraceMeasures:
-    """The measured values of a trace, one array item per request.
+    """The measured values of a trace: arrays with one item per request.
 
-    Arrays of values that need hash ids contain only the requests that have them.
+    The arrays that are computed from hash ids have items only for the requests with hash ids.
     """
 
     block_tokens: int
@@ -96,8 +96,8 @@ def measure(
 ) -> TraceMeasures:
     """Measure all requests of a trace. Needs about 170 bytes of memory for each distinct block.
 
-    A request with hash ids that contradict those of earlier requests is passed to `refuse`. Raise BadTrace for such a request
-    if `refuse` is None, and for an empty trace.
+    If a request's hash ids contradict those of earlier requests, call `refuse` with the reason and leave the request out.
+    Raise BadTrace instead if `refuse` is None. Raise BadTrace for a trace without a valid request, too.
     """
     tree = Tree(block_tokens)
     times, inputs, outputs, blocks, hits = array("d"), array("q"), array("q"), array("q"), array("q")
@@ -129,7 +129,7 @@ def measure(
 
 
 def analyze(rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS) -> Analysis:
-    """Return a trace's statistics. Raise BadTrace if the trace is empty or its prefixes do not form a tree."""
+    """Return a trace's statistics. Raise BadTrace if the trace is empty, or if its hash ids contradict one another."""
     return measure(rows, block_tokens).analysis()
 
 
@@ -148,7 +148,7 @@ WIDTH = 11
 
 
 def lines(name: str, found: Analysis) -> list[str]:
-    """Return the statistics as lines of text: totals, then a table of distributions."""
+    """Return the statistics `found` of the trace `name` as lines of text: totals, then a table of distributions."""
     rate = "all at once" if found.rate is None else f"{found.rate:,.2f} a second"
     out = [f"{name}: {found.requests:,} requests in {found.seconds:,.0f} s, {rate}"]
     if found.hit_rate is None:

@@ -22,7 +22,7 @@ class TraceUnwritable(HoldfastError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of `holdfast trace`, each with its flags."""
+    """Add the commands of `holdfast trace` to the parser, each with its flags."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for run, files, flags, text in (
         (analyze, "FILE", _analyze_flags, "print the lengths of prompts and answers, and how much prompts share"),
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Run one command and return its exit code."""
+    """Run the given `holdfast trace` command and return its exit code."""
     command: Callable[[argparse.Namespace], int] = args.trace_command
     return command(args)
 
@@ -103,7 +103,7 @@ def analyze(args: argparse.Namespace) -> int:
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Learn a trace's profile and write it to a file. Return the exit code."""
+    """Learn the profile of a trace, and write the profile to a file. Return the exit code."""
     from controller.trace import profile
 
     reading = _reading(args)
@@ -119,9 +119,9 @@ def fit(args: argparse.Namespace) -> int:
 
 
 def synthesize(args: argparse.Namespace) -> int:
-    """Generate requests like those of a trace or a profile, write them, and return the exit code.
+    """Read a trace or the profile of a trace, and write generated requests that are similar to the trace's requests.
 
-    Raise UsageError if the number of requests or the block size is invalid.
+    Return the exit code. Raise UsageError if the number of requests or the block size is invalid.
     """
     from controller.trace import profile, rows, synthesis
 
@@ -147,7 +147,10 @@ def synthesize(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Send the requests of a trace or a profile to a server, report the measurements, and return the exit code."""
+    """Send the requests of a trace, or requests generated from a profile, to a server, and report the measurements.
+
+    Return the exit code.
+    """
     from controller.trace.replay import cli
 
     code, skipped = cli.run(args, _block_tokens(args) if args.block_size is not None else None, _writing)
@@ -183,7 +186,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[IO[bytes]]:
-    """Open the file for generated requests, compressed if its name ends in .gz. None is the standard output."""
+    """Open the file `path` for generated requests. The file is compressed if its name ends in .gz.
+
+    If `path` is None, yield the standard output.
+    """
     import gzip
 
     if path is None:

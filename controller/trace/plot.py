@@ -1,7 +1,7 @@
 """Draws a trace's statistics (lengths, hit rates and arrivals) as a PNG or SVG file.
 
-Drawing needs matplotlib, which is in the optional extra `plots`, because matplotlib is larger than all other dependencies
-together.
+Drawing needs matplotlib. Holdfast depends on it only through the optional extra `plots`, because matplotlib is larger than all
+other dependencies together.
 """
 
 from importlib import import_module
@@ -25,9 +25,9 @@ class NoPlots(HoldfastError):
 
 
 def check(path: Path) -> None:
-    """Check, before the work begins, that a chart can be drawn.
+    """Check that a chart can be drawn. Call this before reading the trace, because the reading can take long.
 
-    Raise UsageError if the file name has another suffix, and NoPlots if matplotlib is not installed.
+    Raise UsageError if the file name ends neither in .png nor in .svg. Raise NoPlots if matplotlib is not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")

@@ -3,15 +3,17 @@
 A profile contains no request of the trace. Its parts:
 
     shared prefixes   a tree: each prefix's length, and how many prompts continued to a longer shared prefix, ended at the
-                      prefix, or continued with a part that no other prompt has (their own part)
-    returns           the number of prompts at a prefix until one continued to the same longer prefix again, by the visits of both
-    own parts         lengths of own parts in blocks, by the length of the shared prefix before them (in powers of two)
+                      prefix, or continued with a part that no other prompt has (the unshared part)
+    returns           how soon a prefix occurs again: the distance between consecutive prompts with the prefix. The distance
+                      is counted in prompts with the parent (the next shorter shared prefix). Distances are grouped by how many
+                      prompts have the parent, and how many have the prefix (both in powers of two)
+    unshared parts    lengths of unshared parts in blocks, by the length of the shared prefix before them (in powers of two)
     rests             number of tokens in a prompt's last block
     outputs, arrivals output lengths; how many requests arrived at the same time, and the times between such groups
 
-Each value is stored with the number of its observations. The profile does not contain which time, output length and prompt
-belonged to one request, nor the order of requests. docs/guides/traces.md describes what this loses, and what can still be
-guessed.
+Each value is stored with the number of times that it was observed. Two things are not recorded: which time, output length and
+prompt belonged to one request, and the order of the requests. docs/guides/traces.md describes all that is lost, and what a
+reader of a profile can still guess about the requests.
 """
 
 import gzip
@@ -63,7 +65,7 @@ class TraceProfile(msgspec.Struct):
 
     @property
     def rate(self) -> float:
-        """Requests per second of the trace; infinity if all requests arrived at the same time."""
+        """Mean arrival rate of the trace, in requests per second; infinity if all requests arrived at the same time."""
         ms = sum(gap * count for gap, count in self.gaps)
         return self.requests * 1e3 / ms if ms else inf
 
@@ -75,10 +77,10 @@ def learn(
     says: str = "",
     refuse: Refuse | None = None,
 ) -> TraceProfile:
-    """Learn the profile of a trace. `says` states its origin.
+    """Learn the profile of a trace. `says` is a text that states the profile's origin.
 
-    A request with hash ids that contradict those of earlier requests is passed to `refuse`. Raise BadTrace for such a request if
-    `refuse` is None, and for an empty trace.
+    If a request's hash ids contradict those of earlier requests, call `refuse` with the reason and leave the request out.
+    Raise BadTrace instead if `refuse` is None. Raise BadTrace for a trace without a valid request, too.
     """
     tree = Tree(block_tokens)
     outputs, groups, gaps = dict[int, int](), dict[int, int](), dict[float, int]()
@@ -133,7 +135,7 @@ def save(profile: TraceProfile) -> bytes:
 
 
 def load(path: Path) -> TraceProfile:
-    """Read a saved profile. Raise BadTrace if the file is not a profile, or if its counts contradict one another."""
+    """Read a saved profile. Raise BadTrace if the file is not a profile, or if the profile's counts contradict one another."""
     try:
         with opened(path) as text:
             profile = msgspec.json.decode(text.read(BYTES_MAX), type=TraceProfile)
@@ -151,7 +153,7 @@ def load(path: Path) -> TraceProfile:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether a file begins like a profile. False if the file cannot be read.
+    """Return whether a file is a saved profile, judged by its first bytes. Return False if the file cannot be read.
 
     Raise BadTrace for a pipe, because its content cannot be read a second time.
     """

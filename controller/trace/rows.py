@@ -50,8 +50,9 @@ class TraceRow(msgspec.Struct, gc=False):
 class TraceReader:
     """Yields the requests of a trace file, from its beginning, and counts the invalid lines.
 
-    An invalid line raises BadTrace, which names the line. With `skip_bad`, the line is skipped and counted instead. Times must
-    not decrease from line to line. If `block_tokens` is None, the number of hash ids is not compared with the prompt's length.
+    At an invalid line, raise BadTrace with the line's number; with `skip_bad`, skip and count the line instead. A request is
+    invalid if its time is before that of the previous request. If `block_tokens` is given, a request is also invalid if the
+    number of its hash ids does not fit the prompt's length. Raise BadTrace if the file cannot be read or has no valid request.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class TraceReader:
             )
 
     def refuse(self, fault: str) -> None:
-        """Reject the last line read: raise BadTrace, or with `skip_bad` count the line as skipped."""
+        """Reject the request that was read last. Count its line as skipped if `skip_bad` is set, else raise BadTrace."""
         error = BadTrace(f"{self.path}, line {self._line}: {fault}")
         if not self._skip_bad:
             raise error
@@ -100,7 +101,7 @@ class TraceReader:
 
 
 def bounded(tokens: int) -> int:
-    """Return a scaled length in tokens unchanged. Raise UsageError if it is above TOKENS_MAX."""
+    """Return `tokens`, a scaled length, unchanged. Raise UsageError if it is above TOKENS_MAX."""
     if tokens > TOKENS_MAX:
         raise UsageError(
             f"a prompt or an answer would have {tokens:,} tokens, more than {TOKENS_MAX:,}: use a smaller factor"
@@ -131,7 +132,7 @@ def opened(path: Path) -> Iterator[IO[str]]:
 
 
 def _rows(lines: IO[str]) -> Iterator[tuple[int, TraceRow | str]]:
-    """Yield the number of each line that is not blank or a header, with the line's request or a description of its error."""
+    """Yield the number of each line, with the line's request or a description of its error. Skip blank lines and the header."""
     azure = _Azure()
     is_azure = False
     for number, line in _numbered(lines):
@@ -191,7 +192,10 @@ class _Azure:
 
 
 def _fault(row: TraceRow, last: float, block_tokens: int | None) -> str:
-    """Return a description of the error of a request; "" if it is valid. `last` is the previous request's time in ms."""
+    """Return a description of a request's first error; "" if the request is valid.
+
+    `last` is the time of the previous request in ms.
+    """
     if not 0 <= row.timestamp <= MS_MAX:
         return f"a timestamp of {row.timestamp:g} ms, outside 0 to {MS_MAX:g}"
     if row.timestamp < last:

@@ -1,9 +1,9 @@
 """The tree of prefixes that a trace's requests share.
 
-The blocks of all prompts form a tree, in which the parent of a block is the block before it in the prompt. A chain of blocks that
-the same requests visit is one node. Blocks that only one request has are the request's own part (a leaf), of which only the
-length is kept. The rest of the tree is the *core*: the shared prefixes, and how many requests continued from each of them, ended
-there, or continued with an own part.
+The blocks of all prompts form a tree, in which the parent of a block is the block before it in the prompt. Consecutive
+blocks that occur in the same requests form one node. Blocks that only one request has are the request's unshared part (a leaf),
+of which only the length is kept. The rest of the tree is the *core*: the shared prefixes. Each shared prefix has the numbers of
+requests that continued to a longer shared prefix, ended, or continued with an unshared part.
 
 The tree is stored in arrays, with about 170 bytes for each block. A networkx graph would need kilobytes for each node. Every
 computation is one pass over the blocks in their order of arrival.
@@ -17,7 +17,7 @@ import msgspec
 
 from controller.trace.rows import BadTrace, TraceRow
 
-END, ALONE = -1, -2  # stand for no node: the prompt ends, or continues with an own part
+END, ALONE = -1, -2  # stand for no node: the prompt ends, or continues with an unshared part
 ROOT = 0  # the node at which all prompts begin; it has no blocks
 QUARTERS = 4
 
@@ -30,7 +30,7 @@ class Node(msgspec.Struct, array_like=True):
     parent: int  # index of the parent in the core; END for the first node
     blocks: int
     visits: int = 0  # number of prompts with this prefix
-    alone: int = 0  # number of prompts that continued from this prefix with an own part
+    alone: int = 0  # number of prompts that continued from this prefix with an unshared part
     first: int = END  # outcome of the first prompt at this prefix: the next node, END or ALONE
     # of the prompts that ended with this prefix: tokens in the last block -> number of prompts
     rests: dict[int, int] = {}
@@ -47,16 +47,20 @@ class Core(msgspec.Struct):
     """The shared prefixes of a trace. The first node is the root, where all prompts begin. Parents come before children."""
 
     nodes: list[Node]
-    # number of blocks of an own part -> number of prompts, by `depth_class` of the prefix before the own part:
+    # number of blocks of an unshared part -> number of prompts, by `depth_class` of the prefix before the unshared part:
     first_leaves: dict[int, dict[int, int]]  # for the first prompt at each prefix
-    later_leaves: dict[int, dict[int, int]]  # for all later prompts, with longer own parts
-    leaf_rests: dict[int, int]  # of prompts with an own part: tokens in the last block -> number of prompts
+    later_leaves: dict[int, dict[int, int]]  # for all later prompts, with longer unshared parts
+    leaf_rests: dict[int, int]  # of prompts with an unshared part: tokens in the last block -> prompts
     # Number of prompts at a node from one that continued to a child until the next one that continued to the same child ->
     # how often this occurred, by `size_class` of the node's visits and of the child's visits:
     returns: dict[int, dict[int, dict[int, int]]]
 
     def outcomes(self) -> list[dict[int, int]]:
-        """Return, for each node, the number of prompts by outcome: the index of a child, END or ALONE."""
+        """Return, for each node, the number of prompts by outcome.
+
+        An outcome is the index of the child to which a prompt continued, END (the prompt ended), or ALONE (an unshared part
+        followed).
+        """
         found: list[dict[int, int]] = [{} for _ in self.nodes]
         for place, node in enumerate(self.nodes):
             if place:
@@ -66,7 +70,7 @@ class Core(msgspec.Struct):
         return found
 
     def depths(self) -> list[int]:
-        """Return, for each node, the length of its prefix in blocks, its parents' blocks included."""
+        """Return, for each node, the length of its whole prefix in blocks, from the root to the end of the node."""
         depths: list[int] = []
         for node in self.nodes:
             depths.append(node.blocks + (depths[node.parent] if depths else 0))
@@ -94,9 +98,9 @@ class Tree:
         return len(self._ids) - 1
 
     def add(self, row: TraceRow) -> int:
-        """Add a request, and return how many of its leading blocks earlier requests had.
+        """Add a request, and return how many of its leading blocks occurred in earlier requests.
 
-        Raise BadTrace if a hash id of the request had another block before it in an earlier request.
+        Raise BadTrace if a hash id occurs twice in the request, or follows a different block than in an earlier request.
         """
         path = self._known(row.hash_ids)
         known, fresh = len(path), row.hash_ids[len(path) :]
@@ -115,7 +119,10 @@ class Tree:
         return known
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        """Return the numbers of a prompt's leading blocks that the tree has. Raise BadTrace if they are not a path in it."""
+        """Return the tree's block numbers of a prompt's leading blocks, up to the first block that is not in the tree.
+
+        Raise BadTrace if these blocks do not follow one another in the tree.
+        """
         path: list[int] = []
         before = ROOT
         for block in ids:
@@ -160,7 +167,7 @@ class Tree:
         self._lasts.append(before)
 
     def shared(self) -> tuple[int, list[int]]:
-        """Return the number of blocks that several prompts have, and for each prompt the number of its shared blocks."""
+        """Return the number of blocks that occur in several prompts, and each prompt's number of shared blocks."""
         shared = [0] * len(self._ids)
         count = 0
         for number in range(1, len(self._ids)):
@@ -174,7 +181,8 @@ class Tree:
     def core(self) -> Core:
         """Return the shared prefixes of the requests added so far."""
         nodes = [Node(END, 0, self._visits[ROOT])]
-        places = [ROOT] * len(self._ids)  # by block: its node or, in an own part, the node before that part
+        # by block: its node or, in an unshared part, the node before that part
+        places = [ROOT] * len(self._ids)
         for number in range(1, len(self._ids)):
             parent, visits = places[self._parents[number]], self._visits[number]
             if visits == 1:
@@ -188,9 +196,10 @@ class Tree:
         return self._counted(nodes, places)
 
     def _counted(self, nodes: list[Node], places: Sequence[int]) -> Core:
-        """Return the core with these nodes, with counts of where prompts ended and how long their own parts are.
+        """Complete the nodes with the numbers of prompts, and return the core with the lengths of unshared parts.
 
-        `places` has the index of the node of each block.
+        `places` has, for each block, the index of its node. For a block of an unshared part, it has the index of the last
+        shared node before that part.
         """
         depths = Core(nodes, {}, {}, {}, {}).depths()
         leaves: tuple[dict[int, dict[int, int]], dict[int, dict[int, int]]] = {}, {}
@@ -222,9 +231,12 @@ class Tree:
         return Core(nodes, ordered[False], ordered[True], in_order(leaf_rests), self._returns(nodes, places))
 
     def _returns(self, nodes: list[Node], places: Sequence[int]) -> dict[int, dict[int, dict[int, int]]]:
-        """Count after how many prompts at a node the same child was visited again, and set `lasting` of each node.
+        """Count, for each distance, how often two consecutive visits of a child node are this distance apart.
 
-        Return the counts in the form of `Core.returns`.
+        A distance is a number of prompts at the child's parent, rounded by `coarse`. The counts are grouped by the `size_class`
+        of the parent and of the child.
+
+        Also set `lasting` of each node: whether every quarter of the trace has a prompt with the node's prefix.
         """
         found: dict[int, dict[int, dict[int, int]]] = {}
         visits, before = [0] * len(nodes), [0] * len(nodes)
@@ -254,7 +266,7 @@ class Tree:
 
 
 def accept(tree: Tree, row: TraceRow, refuse: Refuse | None = None) -> int | None:
-    """Add a request to a tree, and return how many of its leading blocks earlier requests had.
+    """Add a request to a tree, and return how many of its leading blocks occurred in earlier requests.
 
     If the request contradicts the tree, call `refuse` with the reason and return None. Without `refuse`, raise BadTrace.
     """
@@ -268,17 +280,26 @@ def accept(tree: Tree, row: TraceRow, refuse: Refuse | None = None) -> int | Non
 
 
 def depth_class(blocks: int) -> int:
-    """Return the class of a shared prefix by its length in blocks, in powers of two. Own parts are counted by this class."""
+    """Return the class of a shared prefix by its length in blocks. Powers of two separate the classes.
+
+    The lengths of unshared parts are counted separately for each class of the prefix before them.
+    """
     return blocks.bit_length()
 
 
 def size_class(visits: int) -> int:
-    """Return the class of a prefix by its number of visits, in powers of two. Return gaps are counted by this class."""
+    """Return the class of a prefix by the number of prompts that have it. Powers of two separate the classes.
+
+    `Core.returns` counts the distances between two visits of the same child separately for each class.
+    """
     return visits.bit_length()
 
 
 def coarse(gap: int) -> int:
-    """Return a number of prompts with all but its four leading binary digits set to 0, so that fewer values are counted."""
+    """Return `gap` (a number of prompts) rounded down to four significant binary digits.
+
+    The rounding reduces the number of distinct values to store.
+    """
     dropped = max(0, gap.bit_length() - 4)
     return gap >> dropped << dropped
 

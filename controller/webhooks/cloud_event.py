@@ -1,8 +1,8 @@
 """Encodes events as CloudEvents 1.0 in structured mode (one JSON object), and decodes them.
 
-An encoded event has CloudEvents' own attributes and these: `sequence` (the event's position on the journal), `recordedtime` (when
-the journal recorded the event) and, if the event has them, `correlation` (the incident's id) and `causation` (the id of the event
-that caused it).
+An encoded event has the standard attributes of CloudEvents. It also has `sequence` (its position on the journal) and
+`recordedtime` (when the journal recorded it). The attributes `correlation` (the id of its incident) and `causation` (the id of
+the event that caused it) are added if they are known.
 """
 
 import json
@@ -47,7 +47,7 @@ def written(event: FollowedEvent) -> bytes:
 def event_of(attributes: Mapping[str, Any]) -> FollowedEvent:
     """Decode a CloudEvent's attributes to an event.
 
-    Raise ValueError if they are not those of an event, or if the event's kind is unknown to this release.
+    Raise ValueError if the attributes do not describe an event, or if the event's kind is unknown to this release.
     """
     try:
         kind = str(attributes["type"]).removeprefix(codec.TYPE_PREFIX)

@@ -6,8 +6,9 @@
                                ├─▶ given up ─▶ dead letter ─▶ the next one
                                └─▶ 410 ─▶ stopped
 
-The broker stores the webhook's position. An event counts as delivered once the next event is requested from the broker. So an
-event that was delivered just before a crash is delivered again, with the same id.
+The arrows show what happens to an event. The broker stores the journal position up to which events have been delivered
+to the webhook. An event counts as delivered once the notifier requests the next event from the broker. An event that was
+delivered just before a crash is therefore delivered again, with the same id.
 """
 
 import asyncio
@@ -22,13 +23,7 @@ import structlog
 from controller.metric_table import MetricTable, counter, gauge
 from controller.ports import Clock
 from controller.webhooks import cloud_event, templates
-from controller.webhooks.retry_policy import (
-    Answer,
-    ReceiverGone,
-    RetryLater,
-    Undeliverable,
-    step,
-)
+from controller.webhooks.retry_policy import Answer, ReceiverGone, RetryLater, Undeliverable, step
 from controller.webhooks.settings import NotifierSettings, Webhook
 from events.dead_letters import DeadLetter, LetterNotStored
 from events.follow import CannotFollow, FollowedEvent
@@ -77,7 +72,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class Delivery:
-    """Delivers events to one webhook, until the webhook's receiver is gone or the task is cancelled."""
+    """Delivers events to one webhook, until the webhook's receiver responds with status 410 (gone) or the task is cancelled."""
 
     webhook: Webhook
     settings: NotifierSettings
@@ -95,12 +90,14 @@ class Delivery:
     _answered: bool = False  # whether the try in progress at the end was accepted
 
     def __post_init__(self) -> None:
-        self._policy = self.settings.policy()
         self._since = self.clock.now()  # where to start if the broker has no position for this webhook
         self.metrics.begin(self.webhook.called)
 
     async def run(self) -> None:
-        """Follow the journal and deliver events until the webhook is stopped, then wait until cancelled. Raise UsageError."""
+        """Follow the journal and deliver events, until cancelled. After the receiver is gone, only wait.
+
+        Raise UsageError if the settings for following the journal are invalid.
+        """
         while not self.stopped:
             following, self._began_s = self.follow(self._since), self.clock.monotonic()
             try:
@@ -135,12 +132,12 @@ class Delivery:
 
     @property
     def why_not(self) -> str:
-        """Why nothing can be delivered. Empty while events are delivered, retried, or awaited from the journal."""
+        """The reason why no event can be delivered. Empty while events are delivered, retried, or awaited from the journal."""
         follows = self.clock.monotonic() - self._began_s > SETTLED_S
         return self.stopped or ("" if follows else self._reason)
 
     def measure(self) -> None:
-        """Update the age of the event being delivered in the metrics."""
+        """Set the lag metric to the age of the event that is being delivered, or to 0 if there is none."""
         age_s = 0.0 if self._at is None else max(0.0, (self.clock.now() - self._at).total_seconds())
         self.metrics.lag.labels(self.webhook.called).set(age_s)
 
@@ -154,7 +151,7 @@ class Delivery:
                 return self._count("left_out")
             tries += 1
             age_s = (self.clock.now() - event.at).total_seconds()
-            match step(self._policy, answer, tries, age_s, self.chance()):
+            match step(self.settings, answer, tries, age_s, self.chance()):
                 case RetryLater(wait_s=wait_s):
                     self._failed(event, answer, tries, wait_s)
                     await self.clock.sleep(wait_s)
@@ -167,7 +164,7 @@ class Delivery:
                     return self._succeeded()
 
     async def _try(self, event: FollowedEvent) -> Answer | None:
-        """Send an event once, and return the response; None if the template has no message for this event."""
+        """Send an event to the webhook once, and return the response; None if the template has no message for this event."""
         now = int(self.clock.now().timestamp())
         try:
             secret = ""

@@ -1,4 +1,4 @@
-"""Severity, thread and runbook of an event, shared by the templates of messages for people.
+"""Severity, thread and runbook of an event, for the templates of messages for people.
 
 A `Thread` groups events that belong together. An event with the action "trigger" opens its thread, and one with the action
 "resolve" ends it. All events of an incident belong to one thread, which only the end of the incident resolves.
@@ -28,7 +28,7 @@ RUNBOOKS: Mapping[str, str] = {
     "request_abandoned": "HoldfastStreamsLost",
     "worker_lingered": "HoldfastWorkersLingering",
 }
-"""The page of docs/operations/runbooks of each kind."""
+"""The name of the page in docs/operations/runbooks, by the event's kind."""
 _ERRORS = (o.ExposureUnknown, o.PanicBegan, o.RequestAbandoned, d.BreakerOpened, d.IncidentOpened)
 _WARNINGS = (
     o.GoldenDisputed,
@@ -59,12 +59,12 @@ _THREADS: Mapping[type[Fact], tuple[str, ...]] = {
     }.items()
     for kind in kinds
 }  # fmt: skip
-"""The key of a thread outside incidents, by the event's kind: a prefix, and the fact's fields after it."""
+"""How to build the key of a thread outside incidents, by the event's kind: a prefix, then the names of the fact's fields."""
 _UNWELL = (d.HealthStatus.SUSPICIOUS, d.HealthStatus.UNHEALTHY, d.HealthStatus.DEAD)
 
 
 def runbook(event: FollowedEvent, settings: NotifierSettings) -> str:
-    """Return the URL of an event's runbook; empty if its kind has no runbook or no URL of runbooks is configured."""
+    """Return the URL of an event's runbook. Return "" if the event's kind has no runbook, or if no base URL is configured."""
     page = RUNBOOKS.get(event.fact.kind())
     return f"{settings.runbooks_url.rstrip('/')}/{page}.md" if page and settings.runbooks_url else ""
 
@@ -96,7 +96,7 @@ def severity(event: FollowedEvent) -> Severity:
 
 
 def thread(event: FollowedEvent) -> Thread:
-    """Return the thread that an event belongs to. An event without related events has a thread of its own."""
+    """Return the thread that an event belongs to. An event without related events has its own thread."""
     fact = event.fact
     incident = event.correlation or (fact.incident if isinstance(fact, Decision) else "")
     if incident:

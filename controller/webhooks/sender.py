@@ -37,8 +37,9 @@ class WebhookSender:
     async def open(cls, clock: Clock, timeout_s: float, *, allow_link_local: bool = False) -> "WebhookSender":
         """Open the HTTP client session, and return the sender.
 
-        The sender has its own TLS context, because aiohttp's is created at import, possibly without any trusted certificates.
-        Unless `allow_link_local` is set, the sender rejects link-local addresses and those of clouds' metadata services.
+        The sender creates a TLS context for its session, because the one that aiohttp creates at import may lack trusted
+        certificates. Unless `allow_link_local` is set, the sender rejects link-local addresses and the addresses of clouds'
+        metadata services.
         """
         resolver: AbstractResolver = aiohttp.DefaultResolver()
         trust: ssl.SSLContext = await asyncio.to_thread(ssl.create_default_context)
@@ -84,9 +85,9 @@ class WebhookSender:
 
 
 class GuardedResolver(AbstractResolver):
-    """Rejects host names that resolve to a link-local or metadata address.
+    """Resolves host names, and rejects those with a link-local address or an address of a metadata service.
 
-    This is checked on each resolution, because a name in a webhook's URL may later resolve to another address.
+    Every resolution is checked, because the name in a webhook's URL may later resolve to another address.
     """
 
     def __init__(self, resolver: AbstractResolver) -> None:
@@ -108,7 +109,9 @@ class GuardedResolver(AbstractResolver):
 
 
 async def _beginning(answer: aiohttp.ClientResponse) -> str:
-    """Return the beginning of a response body. Return "" if it cannot be read, because the status alone suffices."""
+    """Return the beginning of a response body.
+
+    Return "" if the body cannot be read. This is no error, because the status alone determines what to do."""
     with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with asyncio.timeout(SAYS_S):
             return (await answer.content.read(BODY_MAX)).decode(errors="replace")
@@ -116,7 +119,9 @@ async def _beginning(answer: aiohttp.ClientResponse) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why there was no response. For TLS errors this is their own text, because their errno is unrelated."""
+    """Return why a request got no response.
+
+    For TLS errors, this is the error's own text, because the errno of such errors does not indicate the cause."""
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(
         error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError
     ):

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from controller.setting_types import Positive, Strict
-from controller.webhooks.retry_policy import RetryPolicy
 from events import codec
 from events.errors import BadSetting
 
@@ -136,9 +135,9 @@ ALL = "all"
 
 
 def checked(kinds: Iterable[str]) -> tuple[str, ...]:
-    """Return the validated event kinds. Raise ValueError for an unknown kind.
+    """Return the event kinds that `kinds` selects. Raise ValueError for an unknown kind.
 
-    No kinds stand for the default kinds, and "all" stands for every kind.
+    An empty `kinds` stands for the default kinds, and "all" stands for every kind.
     """
     wanted = tuple(dict.fromkeys(kinds))
     if wanted == (ALL,):
@@ -261,7 +260,10 @@ class NotifierSettings(Strict):
             why = refusal(urlsplit(webhook.address).hostname or "")
             if why and not self.allow_link_local:
                 raise ValueError(f"the webhook {webhook.called}: {why}; allow_link_local permits it")
-        self.policy()
+        if self.wait_min_s > self.wait_max_s:
+            raise ValueError(
+                "tries_max and wait_min_s must be above 0, wait_max_s at least wait_min_s, and hold_s at least 0"
+            )
         return self
 
     def check(self) -> None:
@@ -278,15 +280,6 @@ class NotifierSettings(Strict):
                 webhook.secret()
             except ValueError as error:
                 raise BadSetting(f"the secret of the webhook {webhook.called}: {error}") from error
-
-    def policy(self) -> RetryPolicy:
-        """Return the retry policy with these settings. Raise ValueError if they contradict one another."""
-        return RetryPolicy(
-            tries_max=self.tries_max,
-            hold_s=self.hold_s,
-            wait_min_s=self.wait_min_s,
-            wait_max_s=self.wait_max_s,
-        )
 
 
 def named(text: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import json
 from dataclasses import dataclass
 
 from controller.replay.sentences import sentence
+from controller.terminal_text import shortened
 from controller.webhooks import cloud_event
 from controller.webhooks.message_context import runbook, severity, thread
 from controller.webhooks.settings import NotifierSettings, TemplateName, keys_of, routing_key
@@ -67,7 +68,7 @@ def request(
 
 
 def slack(event: FollowedEvent, settings: NotifierSettings) -> bytes:
-    """Return the request body of an event for a Slack incoming webhook."""
+    """Return the body of a request that posts an event to a Slack incoming webhook."""
     summary, fleet = _escaped(sentence(event.fact)), _escaped(settings.fleet)
     linked = {"runbook": runbook(event, settings), "console": settings.console_url}
     links = [f"<{_escaped(url).replace('|', '%7C')}|{name}>" for name, url in linked.items() if url]
@@ -75,7 +76,7 @@ def slack(event: FollowedEvent, settings: NotifierSettings) -> bytes:
     stamp = f"<!date^{when}^{{date_num}} {{time_secs}}|{event.at:%Y-%m-%d %H:%M:%S} UTC>"
     about = [severity(event), event.fact.kind(), stamp, *filter(None, [event.correlation]), *links]
     body = {
-        "text": _short(f"{fleet}: {summary}"),
+        "text": shortened(f"{fleet}: {summary}", SLACK_TEXT_MAX),
         "blocks": [
             {"type": "section", "text": _mrkdwn(f"*{fleet}* {summary}")},
             {"type": "context", "elements": [_mrkdwn(" · ".join(about))]},
@@ -85,22 +86,19 @@ def slack(event: FollowedEvent, settings: NotifierSettings) -> bytes:
 
 
 def _mrkdwn(text: str) -> dict[str, str]:
-    return {"type": "mrkdwn", "text": _short(text)}
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SLACK_TEXT_MAX else f"{text[: SLACK_TEXT_MAX - 1]}…"
+    return {"type": "mrkdwn", "text": shortened(text, SLACK_TEXT_MAX)}
 
 
 def _escaped(text: str) -> str:
-    """Escape Slack markup in a text, because names in it may come from a third party."""
+    """Escape Slack markup in a text, because a third party may have chosen names in the text."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def pagerduty(event: FollowedEvent, settings: NotifierSettings, key: str) -> bytes | None:
-    """Return the request body of an event for PagerDuty. The body's `dedup_key` is the fleet's name and the event's thread.
+    """Return the body of a request that sends an event to PagerDuty.
 
-    None if the event neither opens nor ends a thread. For example, a breaker may close while its incident is open.
+    The `dedup_key` is the fleet's name and the event's thread. Return None if the event neither opens nor ends a thread. For
+    example, a breaker may close while its incident is open.
     """
     belongs = thread(event)
     if belongs.action is None:

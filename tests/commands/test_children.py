@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 from waits import until
 
 from controller.processes.children import Child, stop_all
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.process_plan import GRACE, GRACE_S, frontend_grace_s, plan
 from controller.processes.worker_exits import WorkerExits, lives
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerLeft
 
 ARGS = argparse.Namespace(

@@ -13,6 +13,7 @@ import pytest
 from any_fact import facts
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_journal import MemoryJournal, MemoryStream
 from rich.console import Console
 from typed_commands import run_command
 
@@ -24,7 +25,6 @@ from controller.replay import cli as replay
 from controller.replay.flags import add_arguments
 from controller.terminal_text import USUAL, fitted
 from events.fact import Fact, Recorded
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import CommandRefused, DrainRequested
 from events.process.presence import Presence
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 from waits import until
 
 from controller.processes.children import Child
 from controller.processes.worker_exits import GRACE_S, WorkerExits
 from events.decisions import HealthChanged, HealthStatus
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import Profile, WorkerJoined, WorkerLeft
 
 OBEYS = "import signal; print(flush=True)\nwhile True: signal.pause()"
@@ -42,7 +42,7 @@ class Supervised:
 
     def hear(self, fact: HealthChanged | WorkerJoined) -> None:
         assert self.child.pid is not None
-        self.exits.hear(fact, {self.child.pid: self.child.name})
+        self.exits.receive(fact, {self.child.pid: self.child.name})
 
     async def ended(self) -> int:
         status: list[int] = []

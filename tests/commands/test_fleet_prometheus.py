@@ -11,7 +11,7 @@ from prometheus_server import binary
 from waits import until
 
 from controller.adapters.embedded import prometheus as embedded
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.processes import supervised_servers
 from controller.processes.observability.scrape_targets import rule_files
 from controller.processes.supervised_servers import FleetPrometheus
@@ -43,6 +43,7 @@ class Beside:
         await until(scraped, 30, f"the scraping of {names}", every_s=0.1)
 
 
+@pytest.mark.slow
 async def test_it_scrapes_the_present_processes_and_is_restarted_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +65,7 @@ async def test_it_scrapes_the_present_processes_and_is_restarted_when_it_ends(
         found = json.loads((tmp_path / "prometheus" / "targets.json").read_text())
         assert [group["labels"] for group in found] == [{"role": "worker", "process": "w0"}]
     finally:
-        await beside.prometheus.stop()
+        await beside.prometheus.server.stop()
     assert not beside.lives[-1].running
 
 
@@ -76,7 +77,7 @@ async def test_it_loads_the_alert_rules(tmp_path: Path, monkeypatch: pytest.Monk
         written = (tmp_path / "prometheus" / "prometheus.yml").read_text()
         assert written.endswith(rule_files([str(embedded.RULES)]))
     finally:
-        await beside.prometheus.stop()
+        await beside.prometheus.server.stop()
 
 
 async def test_without_a_prometheus_binary_the_fleet_continues_and_prints_how_to_install_it(
@@ -87,7 +88,7 @@ async def test_without_a_prometheus_binary_the_fleet_continues_and_prints_how_to
     beside = Beside(tmp_path)
     await beside.prometheus.begin()
     beside.prometheus.tend()
-    await beside.prometheus.stop()
+    await beside.prometheus.server.stop()
     output = "".join(capsys.readouterr())
     assert "Prometheus is not running" in output and "make prometheus" in output
     assert beside.prometheus.server.log is None and not beside.lives

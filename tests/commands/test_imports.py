@@ -42,6 +42,7 @@ WITH_MODELS = {"up", "demo", "route", "frontend", "controller", "projector", "pl
 NOWHERE = ("--nats-url", "nowhere")  # a process of that role imports everything, then rejects the URL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "needed", "left_out"),
     [
@@ -67,6 +68,7 @@ def test_a_process_imports_only_what_it_needs(
     assert not loaded & {*left_out, "rich", "pygments", "greenlet"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_imports_nothing_heavy(command: str) -> None:
     code = [sys.executable, "-X", "importtime", "-m", "controller.cli", command, "--help"]

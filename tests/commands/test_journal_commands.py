@@ -4,6 +4,7 @@ import json
 from datetime import UTC, datetime
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
 
 from controller.commands.journal import NotToQuarantine, inspect, quarantine
 from events import codec
@@ -12,7 +13,6 @@ from events.decisions import Absorbed, PolicyAdopted
 from events.errors import UsageError
 from events.fact import Decision, Skipped
 from events.journal import messages
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerHeard
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

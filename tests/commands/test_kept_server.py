@@ -9,7 +9,8 @@ from typing import cast
 import pytest
 from waits import until
 
-from controller.adapters.embedded.servers import EmbeddedServer, ServerFailed, Stuck
+from controller.adapters.embedded.nats import Stuck
+from controller.adapters.embedded.server import EmbeddedServer, ServerFailed
 from controller.processes.supervised_servers import KeepingPolicy, KeptServer
 
 OFTEN = KeepingPolicy(look_s=0.001, looks_per_checkup=2, wait_min_s=0.001, wait_max_s=0.002)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from controller.processes.children import trim
-from controller.processes.console import say
+from controller.processes.console import print_line
 
 
 def test_a_log_within_its_limit_is_unchanged(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_an_unread_pipe_does_not_block_the_writer(
 
         def print_much() -> None:
             for _ in range(1000):
-                say("x" * 1000)
+                print_line("x" * 1000)
 
         printing = threading.Thread(target=print_much, daemon=True)
         printing.start()

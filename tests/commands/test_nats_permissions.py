@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typed_commands import run_command
 
-from controller.adapters.embedded.servers import start_nats
+from controller.adapters.embedded.nats import start_nats
 from events.journal.nats import NatsJournal
 from events.nats import keys
 from events.nats.urls import as_user, with_keys

@@ -50,6 +50,7 @@ def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, output.out, output.err
 
 
+@pytest.mark.slow
 def test_a_day_is_rehearsed_with_the_planner_a_fixed_fleet_and_perfect_knowledge(
     wave: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_day_is_rehearsed_with_the_planner_a_fixed_fleet_and_perfect_knowledge
     assert fixed["gpu_hours"] == pytest.approx(4 * fixed["workers"] * report["minutes"] / 60, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_rehearsal_is_printed_as_a_table(wave: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = ran(capsys, "--trace", str(wave), *FAST, "--fleet", "20", "--scale", "0.5")
     assert (code, err) == (0, "")
@@ -77,6 +79,7 @@ def test_the_rehearsal_is_printed_as_a_table(wave: Path, capsys: pytest.CaptureF
     assert "1.00" in lines[5]
 
 
+@pytest.mark.slow
 def test_a_limit_below_the_need_causes_late_answers_and_no_traceback(
     wave: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,11 +91,13 @@ def test_a_limit_below_the_need_causes_late_answers_and_no_traceback(
     assert report["planner"]["late_share"] > 0.1
 
 
+@pytest.mark.slow
 def test_scale_fit_adapts_the_requests_to_the_fleet(wave: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = ran(capsys, "--trace", str(wave), *FAST, "--fleet", "5", "--scale", "fit", "-o", "json")
     assert json.loads(out)["most_needed"] == pytest.approx(5, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

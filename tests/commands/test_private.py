@@ -78,6 +78,7 @@ for command in ("up", "controller", "projector", "frontend", "worker", "demo", "
 """
 
 
+@pytest.mark.slow
 def test_commands_that_write_into_a_fleets_directory_create_private_files() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", MASKS],

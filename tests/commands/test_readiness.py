@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from waits import until
 
-from controller.processes.readiness_watch import ReadinessTimes, ReadinessWatch, absent, lines
+from controller.processes.readiness_watch import ReadinessWatch, absent, lines
 
 UNREACHABLE = "cannot connect to http://u"
-DEFAULT_TIMES = ReadinessTimes()
 
 
 def status(
@@ -25,15 +24,9 @@ def status(
 class Watched:
     """A start with a scripted status of the controller."""
 
-    def __init__(
-        self,
-        *names: str,
-        timeout_s: float = 1000.0,
-        patient: bool = True,
-        times: ReadinessTimes = DEFAULT_TIMES,
-    ) -> None:
+    def __init__(self, *names: str, timeout_s: float = 1000.0, patient: bool = True) -> None:
         self.says: Mapping[str, Any] | None = None
-        self.watch = ReadinessWatch(self.ask, names, timeout_s, patient=patient, times=times)
+        self.watch = ReadinessWatch(self.ask, names, timeout_s, patient=patient)
 
     async def ask(self) -> Mapping[str, Any] | None:
         return self.says
@@ -114,13 +107,15 @@ async def test_a_fleet_is_ready_when_its_controller_answers() -> None:
     assert not await it.watch.serves(), "no controller answers"
     it.says = status(position=None)
     assert not await it.watch.serves(), "the position of the projector is unknown"
-    it = Watched("w0", patient=False, times=ReadinessTimes(status_s=-1.0))
+    it = Watched("w0", patient=False)
+    it.watch.status_s = -1.0
     assert await it.watch.serves(), "a serving fleet is ready after a while without an answer"
     assert it.watch.there == "1 worker"
 
 
 async def test_an_error_in_the_reporting_reaches_the_supervisor() -> None:
-    it = Watched("w0", times=ReadinessTimes(say_every_s=0.0))
+    it = Watched("w0")
+    it.watch.say_every_s = 0.0
     it.says = {}  # causes an internal error
     it.watch.begin()
     it.watch.check()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference_docs import completion_script
 
 from controller.cli import COMMANDS, main, parser_for
 from controller.commands import status
@@ -87,6 +88,7 @@ def test_completion_scripts_contain_every_command_and_are_valid(
 ) -> None:
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
+    assert text == completion_script(shell), "python tests/fixtures/reference_docs.py renews it"
     assert all(command in text for command in COMMANDS)
     if shutil.which(shell) is not None:
         (script := tmp_path / "completion").write_text(text)

@@ -40,6 +40,7 @@ def test_without_arguments_the_commands_are_listed() -> None:
     assert "replay" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -97,6 +98,7 @@ def refused(done: subprocess.CompletedProcess[str], says: str, code: int = 1) ->
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -113,6 +115,7 @@ def test_an_address_of_another_host_is_named(tmp_path: Path) -> None:
     assert "in use" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_data_directory_of_a_newer_version_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("99\n")
     refused(holdfast("up", "--data", str(tmp_path), "--port", str(free_port())), "newer version")
@@ -124,6 +127,7 @@ def test_a_data_directory_that_cannot_be_created_is_named(tmp_path: Path) -> Non
     refused(holdfast("up", "--data", data, "--port", str(free_port())), f"{data} cannot be used")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -139,6 +143,7 @@ def test_every_command_reports_a_missing_fleet(command: list[str], tmp_path: Pat
     refused(holdfast(*command, "--data", str(tmp_path)), "No fleet runs on this data directory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["status"], ["events"], ["events", "--follow"], ["drain", "w0"], ["replay", "timeline"]]
 )
@@ -155,6 +160,7 @@ def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path) -> None:
         refused(holdfast("demo", "--trace", str(trace)), f"{trace}, line 1: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["controller", "frontend", "worker"])
 def test_a_role_names_a_data_directory_that_it_cannot_use(role: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -306,6 +312,7 @@ def test_an_empty_url_in_the_environment_counts_as_unset(tmp_path: Path) -> None
     refused(done, "nats://127.0.0.1:1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["mysql://u:secret@h/x", "postgresql://u:secret@localhost:abc/x"])
 def test_an_invalid_database_url_is_named_without_its_password(url: str, tmp_path: Path) -> None:
     done = holdfast("up", "--data", str(tmp_path), "--port", str(free_port()), HOLDFAST_DATABASE_URL=url)
@@ -348,6 +355,7 @@ def test_flags_that_require_others_are_reported(flags: list[str], says: str, tmp
     refused(holdfast("up", "--data", str(tmp_path), *flags), says, code=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [
@@ -364,6 +372,7 @@ def test_an_impossible_setting_ends_the_fleet_at_once(
     refused(holdfast("up", *flags, **{variable: value}), says, code=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["status"], ["events"], ["resume", "w0"], ["replay", "verify"], ["up"], ["worker"]]
 )
@@ -392,6 +401,7 @@ def test_ctrl_c_ends_a_command_that_still_imports(monkeypatch: pytest.MonkeyPatc
     assert cli.main(["up"]) == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:
     with socket.socket() as silent:  # accepts connections and never answers
         silent.bind(("127.0.0.1", 0))
@@ -443,6 +453,7 @@ def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: 
     assert FleetSupervisor(args).url == url
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_stops_no_role(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")  # blocks the file in which a process announces itself
     command = [sys.executable, "-m", "controller.cli", "worker", "--data", str(tmp_path), "--admin-port", "0"]

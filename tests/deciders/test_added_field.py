@@ -24,10 +24,9 @@ from controller.deciders.fold import AwaitedWorker
 from controller.deciders.golden import Golden
 from controller.deciders.health_state import Canaries, Charges, Exit, Health, Slowness, Trials
 from controller.deciders.incident import Incident
-from controller.deciders.spares import Spare
 from controller.deciders.thresholds import BusyThresholds
 from controller.deciders.votes import GoldenMoves, OperatorRequest, Vote
-from controller.deciders.worker import Conviction, LastCanary
+from controller.deciders.worker import Conviction, LastCanary, Spare
 from events.codec import KINDS
 from events.decisions import IncidentClosed
 from events.fact import Fact, Recorded
@@ -90,6 +89,7 @@ def ends(state: Any, fact: Fact) -> bool:
     return isinstance(state, Incident) and isinstance(fact, IncidentClosed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @settings(max_examples=3)  # one is enough: each state is rebuilt by one line
@@ -114,6 +114,7 @@ def states(fleet: Fleet) -> dict[tuple[str, ...], Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @settings(max_examples=3)  # one is enough: each state is rebuilt by one line

@@ -54,6 +54,7 @@ def test_the_end_of_a_dwell_is_a_next_due_time() -> None:
     assert [type(d) for d in settle(CARRIED, story.fleet, due)][:1] == [DegradationChanged]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_asking_repeatedly_gives_the_decisions_of_settle(seed: int) -> None:
     r, story, counted = random.Random(seed), Story(POLICY), Counted()

@@ -362,6 +362,7 @@ KINDS = {BreakerOpened: "opened", BreakerHalfOpened: "half_opened", BreakerClose
 STEPS = 120_000
 
 
+@pytest.mark.slow
 def test_the_breaker_agrees_with_an_independent_model_over_a_long_random_walk() -> None:
     r = random.Random(7)
     state, model, number, now, moves = Breaker("w0", "i1"), Model(), 0, START, 0

@@ -296,7 +296,7 @@ def test_b24_level_3_is_judged_by_the_relaxed_slo_and_does_not_oscillate() -> No
     ],
 )
 def test_b25_an_unknown_tier_is_the_lowest(header: str | None, tier: str, known: bool) -> None:
-    assert Tiers().asked(header) == (tier, known)
+    assert Tiers().tier_of(header) == (tier, known)
 
 
 def test_the_tiers_are_a_setting_and_the_last_is_shed() -> None:
@@ -310,7 +310,7 @@ def test_the_tiers_are_a_setting_and_the_last_is_shed() -> None:
     assert isinstance(decision, DegradationChanged) and decision.knobs.shed_tier == "lead"
     tiers = Tiers.of(FleetPolicy(degradation=policy).adopted)
     assert tiers == policy.tiers
-    assert [tiers.asked(name) for name in (None, "gold", "premium")] == [
+    assert [tiers.tier_of(name) for name in (None, "gold", "premium")] == [
         ("silver", True),
         ("gold", True),
         ("lead", False),

@@ -237,6 +237,7 @@ def test_evolve_shares_what_did_not_change() -> None:
     assert before.workers["w0"].health.canaries.failures == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(facts(), st.sampled_from([0, 1, 30, 100])), max_size=40))
 def test_evolve_and_settle_accept_any_facts(told: list[tuple[Fact, int]]) -> None:

@@ -111,6 +111,7 @@ def random_story(seed: int, steps: int = 250, workers: int = 5, policy: FleetPol
     return story
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_a_second_settle_decides_nothing(seed: int) -> None:
     r = random.Random(seed)
@@ -121,6 +122,7 @@ def test_a_second_settle_decides_nothing(seed: int) -> None:
         story.settle()  # asserts that a second settle says nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(25))
 def test_a_device_limit_caps_the_weight_and_changes_nothing_else(seed: int) -> None:
     r = random.Random(seed)
@@ -148,6 +150,7 @@ def test_a_device_limit_caps_the_weight_and_changes_nothing_else(seed: int) -> N
             assert w.health.weight == (min(w.health.unlimited, limit) if in_service else 0.0)
 
 
+@pytest.mark.slow
 def test_only_a_disputed_golden_can_put_workers_in_doubt() -> None:
     r, doubted = random.Random(0), 0
     for _ in range(20):
@@ -164,6 +167,7 @@ def test_only_a_disputed_golden_can_put_workers_in_doubt() -> None:
     assert doubted > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(25))
 def test_a_random_history_keeps_every_rule(seed: int) -> None:
     story = random_story(seed)
@@ -229,6 +233,7 @@ def every_incident_closes_at_recovery_or_death(story: Story) -> None:
     assert all(not worker.incident for worker in story.fleet.workers.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_every_batch_is_decided_again_identically(seed: int) -> None:
     """Repeat each decision as `replay verify` does: fold everything that its controller had read, and settle again."""
@@ -264,6 +269,7 @@ def test_raw_stream_order_is_wrong_in_some_histories() -> None:
     assert 0 < wrong < histories  # 16 of 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(25))
 def test_the_budget_is_never_exceeded(seed: int) -> None:
     r = random.Random(seed)

@@ -44,7 +44,7 @@ MISMATCH: dict[str, Any] = {"reason": "token_mismatch", "confirmed": True, "gold
 def convicted(story: Story | None = None) -> Story:
     story = (story or Story()).up("w0", "w1", "w2")
     story.tell(failed("w0", **MISMATCH))
-    assert story.status() is U and story.worker().corrupt
+    assert story.status() is U and story.worker().health.corrupt
     return story
 
 
@@ -74,7 +74,7 @@ def test_one_lucky_trial_does_not_clear_a_corrupt_worker() -> None:
     assert story.status() is U
     good_canaries(story, 1)
     assert (story.status(), story.worker().weight) == (H, 0.25)
-    assert not story.worker().corrupt
+    assert not story.worker().health.corrupt
 
 
 def test_a_relapse_while_it_waits_for_its_acquittal_opens_the_breaker_again() -> None:
@@ -394,16 +394,16 @@ def test_b15_a_mismatch_convicts_only_when_confirmed_and_against_an_agreed_golde
     ):
         story = Story().up("w0", "w1", "w2")
         story.tell(fact)
-        assert (story.status(), story.worker().corrupt) == (S, False)
+        assert (story.status(), story.worker().health.corrupt) == (S, False)
 
 
 def test_a_provisional_golden_convicts_the_worker_that_it_came_from() -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(proposed("w0"))
     story.tell(failed("w1", reason="token_mismatch", confirmed=True, golden="provisional"))
-    assert not story.worker("w1").corrupt
+    assert not story.worker("w1").health.corrupt
     story.tell(failed("w0", reason="token_mismatch", confirmed=True, golden="provisional"))
-    assert story.worker("w0").corrupt
+    assert story.worker("w0").health.corrupt
 
 
 def test_n06_two_checks_a_minute_for_a_worker_and_33_a_second_for_a_thousand() -> None:
@@ -454,6 +454,7 @@ def test_n08_a_fault_that_one_canary_of_four_sees_is_found_within_one_round() ->
     assert story.status() is U
 
 
+@pytest.mark.slow
 def test_n09_independent_false_failures_open_no_breaker_in_a_soak() -> None:
     """p = 1e-3, 2,880 checks a day, 100 worker-days: the seed's rule would open 96 times, ours about 3e-4 times."""
     assert false_opens_per_day(1e-3, timedelta(seconds=30)) * 100 == pytest.approx(2.9e-4, rel=0.02)

@@ -357,6 +357,7 @@ def test_each_state_can_be_reached(state: str) -> None:
     assert (story.worker().health.status, story.worker().health.weight) == (status, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 def test_the_whole_table(state: str) -> None:
     """One test covers all facts of a state: two thousand separate tests would cost more than they check."""
@@ -369,6 +370,7 @@ def test_the_whole_table(state: str) -> None:
     assert found == {fact: expected(state, fact) for fact in FACTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 def test_facts_of_another_life_change_nothing(state: str) -> None:
     for fact, make in FACTS.items():

@@ -59,7 +59,7 @@ def test_a_spare_is_healthy_and_gets_no_requests() -> None:
     story = fleet("s0")
     one = story.worker("s0")
     assert (one.health.status, one.health.weight, one.weight) == (HealthStatus.HEALTHY, 1.0, 0.0)
-    assert not one.expected and one.carries == 0.0 and one.reasons == ("spare",) and one.well
+    assert not one.expected and one.carries == 0.0 and one.reasons == ("spare",) and one.fully_healthy
 
 
 def test_a_silent_worker_is_replaced_at_once_at_full_weight() -> None:
@@ -239,7 +239,7 @@ def test_a_lost_worker_that_is_heard_again_stays_a_spare() -> None:
     story.tell(silent("w0"))
     story.tell(heard("w0"))
     story.tell(passed("w0"))
-    assert story.worker("w0").well and serving(story) == {"w1", "s0"}
+    assert story.worker("w0").fully_healthy and serving(story) == {"w1", "s0"}
 
 
 def test_the_role_of_a_spare_outlives_its_life_and_its_forgetting() -> None:
@@ -290,6 +290,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [FleetPolicy(), RELEASE], ids=["swap", "release"])
 @given(events=EVENTS)
 def test_no_spare_has_traffic_and_no_place_is_taken_twice(
@@ -326,6 +327,6 @@ def _check(story: Story, decisions: tuple[Decision, ...]) -> None:
     for one in decisions:
         if isinstance(one, SpareActivated):
             assert one.worker != one.replaces
-    waiting = [w for w in workers.values() if w.spare.kept and w.well]
+    waiting = [w for w in workers.values() if w.spare.kept and w.fully_healthy]
     lost = [w for w in workers.values() if not w.spare.kept and w.lost]
     assert not (waiting and lost), "a spare waits beside an empty place"

@@ -33,6 +33,7 @@ def test_a_constant_load_is_forecast_to_stay() -> None:
     assert (found.error, found.margin, found.peak) == (0.0, 0.0, 5.0)
 
 
+@pytest.mark.slow
 def test_a_growing_load_is_forecast_to_grow() -> None:
     history = [10.0 + n for n in range(60)]
     found = forecast(history, 5, methods(None))
@@ -47,6 +48,7 @@ def test_a_jittering_load_is_forecast_by_its_mean() -> None:
     assert 0.05 < found.margin < 0.4, "a moment may be above it"
 
 
+@pytest.mark.slow
 def test_a_day_is_forecast_from_the_days_before() -> None:
     history = daily(3 * DAY + DAY // 4)
     found = forecast(history, DAY // 4, methods(DAY))
@@ -77,6 +79,7 @@ def test_underestimates_are_added_as_margin() -> None:
     assert tested is not None and tested[1] == pytest.approx(1.0), "10 was expected, and 20 came"
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=80), st.integers(1, 12))
 def test_every_method_gives_one_value_per_bin_and_none_below_zero(history: list[float], ahead: int) -> None:
@@ -86,6 +89,7 @@ def test_every_method_gives_one_value_per_bin_and_none_below_zero(history: list[
     assert 0 <= found.margin <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [constant, moving_average, trend])
 def test_a_back_test_never_sees_later_bins(method: object) -> None:
     asked: list[int] = []

@@ -111,6 +111,7 @@ def test_a_stale_state_store_stops_planning() -> None:
     assert planned(view(NEEDED - 1), age_s=9.5).after == NEEDED
 
 
+@pytest.mark.slow
 def test_no_worker_is_removed_if_the_rest_could_not_take_its_traffic() -> None:
     """Another planner alternated between 2 and 1: each was idle enough for one to go, and one alone was too busy."""
     for requests in range(20, 400, 20):
@@ -192,6 +193,7 @@ def test_the_number_of_changes_per_hour_is_limited() -> None:
     assert planned(view(NEEDED + 4, changes=many[4:])).after == NEEDED
 
 
+@pytest.mark.slow
 def test_a_reduction_needs_fewer_workers_to_have_sufficed_for_a_while() -> None:
     busy_before: list[Seen] = [*[minute(TEN)] * 30, minute(100)]
     assert planned(view(NEEDED, busy_before)).after == NEEDED

@@ -14,7 +14,7 @@ import pytest
 from fleet_history import History, publish
 from typed_commands import run_command
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres.store import PostgresStore
 from controller.runtime.projection.projector import Projector
 from events.journal.nats import NatsJournal
@@ -35,6 +35,7 @@ def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_command(arguments, {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")})
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_a_separate_planner_reads_the_database_and_calls_the_command(
     own_nats: EmbeddedServer, database_url: str, tmp_path: Path, eventually: Eventually

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from fleet_history import PROFILE, History
+from memory_journal import MemoryJournal
+from memory_store import MemoryStore
 from prometheus_client import CollectorRegistry, generate_latest
 from waits import turns, until
 
-from controller.adapters.memory_store import MemoryStore
 from controller.deciders.capacity import Slo, fleet_capacity
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
@@ -20,7 +21,6 @@ from controller.ports import HookResult, ScaleRequest, Snapshot, StoreUnavailabl
 from controller.runtime.planning import PlannerMetrics, Planning
 from controller.runtime.settings import PlannerSettings
 from events.fact import Fact
-from events.journal.memory import MemoryJournal
 from events.observations import (
     CapacityReported,
     ScaleApplied,

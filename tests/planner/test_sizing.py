@@ -72,6 +72,7 @@ def test_traffic_that_no_number_could_serve_needs_the_maximum() -> None:
     assert size(Traffic.of([(10**6, 10)]).times(1e9), 60.0, PROFILE, OBJECTIVES).workers == WORKERS_MAX
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("per_s", "prompt", "answer", "objectives"),
     [

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.planner.spares import Outage, SparePolicy, missing, spares_for, spares_needed
+from benchmarks.simulation.spares import Outage, missing
+from controller.planner.spares import SparePolicy, spares_for, spares_needed
 
 STEPFUN = {"rate": 0.004195, "mttr": 5.54}  # per node-day; days
 

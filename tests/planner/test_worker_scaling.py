@@ -91,7 +91,7 @@ class PlayedFleet:
 
     def hear(self, fact: Fact) -> None:
         self.seq += 1
-        self.scaling.hear(Recorded(self.seq, AT, fact, f"e{self.seq}"))
+        self.scaling.receive(Recorded(self.seq, AT, fact, f"e{self.seq}"))
 
     def told(self, after: int, now: float = 0.0, **changes: Any) -> ScaleApplied:
         self.hear(proposed(after, **changes))

@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from projector_steps import JournalSteps, StoreSteps
+
 from controller.adapters.postgres.store import PostgresStore
 from controller.runtime.projection.projector import Projector
 from events.journal.nats import NatsJournal
@@ -25,7 +27,7 @@ async def main(nats_url: str, database_url: str, spool: str, until: int, wanted:
 
     journal = await NatsJournal.connect(nats_url, "projector:child", Path(spool))
     store = PostgresStore(database_url, snapshot_every=20)
-    await Projector(journal, store, step=step).catch_up(until)
+    await Projector(JournalSteps(journal, step), StoreSteps(store, step)).catch_up(until)
     await store.close()
     await journal.close()
 

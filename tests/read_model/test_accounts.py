@@ -8,11 +8,12 @@ import first_database
 import pytest
 import structlog
 from fleet_history import History
+from memory_journal import MemoryJournal, MemoryStream
 from store_databases import execute, on
 from waits import until
 
 from controller.adapters.embedded.accounts import DatabaseUrls
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreLost
@@ -23,7 +24,6 @@ from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from controller.runtime.settings import ProjectorSettings
-from events.journal.memory import MemoryJournal, MemoryStream
 
 pytestmark = pytest.mark.servers
 
@@ -108,6 +108,7 @@ async def refused(url: str, statement: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 async def test_no_account_runs_programs_reads_files_or_changes_kept_events(urls: DatabaseUrls) -> None:
     done = [
         (url.split(":")[1], statement)
@@ -136,6 +137,7 @@ async def test_the_trigger_refuses_even_an_owner_that_grants_itself_the_right(ur
             await execute(urls.owner, statement)
 
 
+@pytest.mark.slow
 async def test_each_account_does_its_work_and_keeps_its_rights_after_a_rebuild(
     urls: DatabaseUrls, tester_url: str
 ) -> None:
@@ -202,7 +204,7 @@ async def test_no_account_can_connect_without_the_password(
 
 async def test_an_account_that_may_not_migrate_gets_advice(urls: DatabaseUrls, tmp_path: Path) -> None:
     await migrate.upgrade(urls.writer)  # nothing is missing, so no right is needed
-    await migrate.downgrade(urls.owner)
+    await migrate.take_back(urls.owner, "base")
     with pytest.raises(
         StoreForbidden, match=r"cannot be migrated by this account: .*holdfast database migrate"
     ):

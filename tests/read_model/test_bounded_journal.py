@@ -1,7 +1,7 @@
 """A journal without its oldest events: a fold that starts from its snapshot equals one of all events."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
@@ -9,10 +9,11 @@ from itertools import pairwise
 import msgspec
 import pytest
 from fleet_history import EPOCH, History
+from memory_journal import MemoryJournal
+from memory_store import MemoryStore
 from store_databases import OpenStore
 
 from controller.adapters.clock import SystemClock
-from controller.adapters.memory_store import MemoryStore
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import StoreLost
 from controller.read_model import snapshot as fleet_codec
@@ -25,7 +26,6 @@ from controller.runtime.projection.projector import Projector
 from controller.runtime.snapshot_publisher import SnapshotKeeper, newest_kept
 from controller.runtime.view import FleetView
 from events.fact import Recorded
-from events.journal.memory import MemoryJournal
 from events.journal.port import JournalChanged
 from events.journal.retention import JournalBounds
 from events.journal.usage import JournalUsage
@@ -171,6 +171,27 @@ async def test_an_empty_store_is_projected_from_the_snapshot(open_store: OpenSto
     assert report.difference is None and report.audited and report.rows
     assert report.begins == history.stream.first > 1
     assert f"the journal begins at {report.begins}" in report.lines()[0]
+
+
+async def test_verify_starts_at_a_later_snapshot_if_the_journal_drops_the_first_one_meanwhile(
+    open_store: OpenStore,
+) -> None:
+    """A full journal drops events between the moment when `verify` finds a snapshot and the moment when it reads on."""
+    history = eventful()
+    store = open_store()
+    journal = dropped(history)
+    await Projector(journal, store).catch_up(len(history.events))
+    later = keep(history)
+    await Projector(journal, store).catch_up(len(history.events))
+
+    class Dropping(MemoryJournal):
+        def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+            history.stream.drop(later)
+            return super().read(after, until=until)
+
+    report = await verify(Dropping(history.stream, "reader"), store)
+    assert report.difference is None and report.rows
+    assert report.begins == later + 1 and report.since == later
 
 
 async def test_a_store_that_lacks_dropped_events_is_lost_and_a_rebuild_keeps_its_history(

@@ -90,6 +90,7 @@ async def test_a_journal_that_lacks_acknowledged_events_is_refused(
     await journal.close()
 
 
+@pytest.mark.slow
 async def test_a_database_of_another_journal_is_refused_and_its_rows_are_set_aside(
     nats_url: str, database_url: str, tmp_path: Path
 ) -> None:

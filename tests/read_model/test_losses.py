@@ -6,10 +6,11 @@ from typing import Any
 import first_database
 import pytest
 from fleet_history import History
+from memory_journal import MemoryJournal
+from memory_store import MemoryStore
 from store_databases import OpenStore, clone, drop, execute, tamper
 
-from controller.adapters.embedded.servers import EmbeddedServer
-from controller.adapters.memory_store import MemoryStore
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.link import HEAD
 from controller.adapters.postgres.store import PostgresStore
@@ -18,7 +19,6 @@ from controller.read_model.errors import StoreGone
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector, refuse_lost_rows
-from events.journal.memory import MemoryJournal
 
 servers = pytest.mark.servers
 
@@ -65,6 +65,7 @@ async def assert_rebuilt(url: str, history: History) -> None:
         await store.close()
 
 
+@pytest.mark.slow
 @servers
 @pytest.mark.parametrize("table", ["projection", "incidents", "migrations", "exposures", "fleet_events"])
 async def test_a_truncated_table_is_detected_and_a_rebuild_repairs_it(
@@ -77,6 +78,7 @@ async def test_a_truncated_table_is_detected_and_a_rebuild_repairs_it(
     await assert_rebuilt(database_url, history)
 
 
+@pytest.mark.slow
 @servers
 @pytest.mark.parametrize("table", ["incidents", "fleet_events"])
 async def test_a_table_lost_under_a_running_projector_is_detected_while_it_writes(
@@ -116,6 +118,7 @@ async def test_missing_rows_of_the_fleets_state_are_written_again(database_url: 
     await store.close()
 
 
+@pytest.mark.slow
 @servers
 @pytest.mark.parametrize(
     "statement",
@@ -131,6 +134,7 @@ async def test_missing_tables_are_detected_and_a_rebuild_creates_them(
     await assert_rebuilt(database_url, history)
 
 
+@pytest.mark.slow
 @servers
 @pytest.mark.parametrize(
     "statement", ["DROP TABLE holdfast.alembic_version", "TRUNCATE holdfast.alembic_version"]

@@ -6,25 +6,24 @@ from typing import Any
 
 import pytest
 from fleet_history import History
+from memory_journal import MemoryJournal, MemoryStream
+from memory_store import MemoryStore
+from projector_steps import STEPS, JournalSteps, Step, StoreSteps
 from store_databases import AnyStore, OpenStore, execute
 from waits import turns
 
-from controller.adapters.memory_store import MemoryStore
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import AnotherProjector, StoreAhead
 from controller.read_model import rows as projection
 from controller.runtime.projection.projector import Projector
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.port import JournalChanged
-
-STEPS = ("begin", "loaded", "read", "folded", "writing", "written")
 
 
 class Killed(Exception):
     """The projector was interrupted here."""
 
 
-def kill_at(wanted: str, nth: int):  # type: ignore[no-untyped-def]
+def kill_at(wanted: str, nth: int) -> Step:
     count = 0
 
     async def step(name: str) -> None:
@@ -71,12 +70,13 @@ async def test_killed_at_every_step_the_state_is_the_fold_without_duplicates(
     for part in range(1, 4):
         until = len(history.events) * part // 3
         with contextlib.suppress(Killed):
-            projector = Projector(journal(history), open_store(snapshot_every=5), step=kill_at(name, 1))
-            await projector.catch_up(until)
+            step = kill_at(name, 1)
+            store = StoreSteps(open_store(snapshot_every=5), step)
+            await Projector(JournalSteps(journal(history), step), store).catch_up(until)
             pytest.fail(f"the projector never came to {name}")
-    store = open_store()
-    await Projector(journal(history), store).catch_up(len(history.events))
-    await assert_projected(history, store)
+    whole = open_store()
+    await Projector(journal(history), whole).catch_up(len(history.events))
+    await assert_projected(history, whole)
 
 
 async def test_two_projectors_at_once_are_safe(open_store: OpenStore, eventually: Any) -> None:
@@ -106,7 +106,7 @@ async def test_a_projector_that_is_cancelled_while_it_fails_ends() -> None:
             except asyncio.CancelledError:
                 raise AnotherProjector from None
 
-    running = asyncio.create_task(Projector(journal(history), store, step=fail_when_cancelled).run())
+    running = asyncio.create_task(Projector(journal(history), StoreSteps(store, fail_when_cancelled)).run())
     await started.wait()
     running.cancel()
     async with asyncio.timeout(20):

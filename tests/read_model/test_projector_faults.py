@@ -14,12 +14,15 @@ import nats
 import pytest
 from fleet_history import History, publish
 from journal_end import last_seq
+from memory_journal import MemoryJournal
 from roles import process
 from store_databases import execute
 from typed_commands import run_command
 from waits import turns
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.postgres import start_postgres
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.link import StoreCannotKeep
 from controller.adapters.postgres.store import PostgresStore
@@ -29,7 +32,6 @@ from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from events.fact import Recorded
-from events.journal.memory import MemoryJournal
 from events.journal.nats import NatsJournal
 from events.order import Order
 
@@ -68,6 +70,7 @@ async def child(*arguments: object) -> int:
         return await one.wait()
 
 
+@pytest.mark.slow
 async def test_killed_at_every_step_in_a_process_of_its_own(
     nats_url: str, database_url: str, tmp_path: Path
 ) -> None:
@@ -108,6 +111,7 @@ class Load:
 PATIENCE_S = 30
 
 
+@pytest.mark.slow
 async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventually: Any) -> None:
     directory = tmp_path / "postgres"
     server = await start_postgres(directory)
@@ -134,6 +138,7 @@ async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventu
         await server.kill()
 
 
+@pytest.mark.slow
 async def test_a_broker_killed_twenty_times_leaves_every_fact_in_postgres_once(
     own_nats: EmbeddedServer, database_url: str, tmp_path: Path, eventually: Any
 ) -> None:
@@ -174,6 +179,7 @@ async def test_a_broker_killed_twenty_times_leaves_every_fact_in_postgres_once(
     await server.kill()
 
 
+@pytest.mark.slow
 async def test_a_rebuild_while_a_projector_writes(database_url: str, eventually: Any) -> None:
     load, store = Load(History().start()), PostgresStore(database_url, snapshot_every=25)
     projector = Projector(load.journal, store)
@@ -263,6 +269,7 @@ async def test_the_process_refuses_an_unknown_kind(nats_url: str, database_url: 
     assert place <= last
 
 
+@pytest.mark.slow
 async def test_the_process_projects_serves_its_admin_port_and_stops_gracefully(
     nats_url: str, database_url: str, tmp_path: Path, eventually: Any
 ) -> None:

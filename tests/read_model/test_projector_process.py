@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 
 pytestmark = pytest.mark.servers
 
@@ -43,6 +43,7 @@ asyncio.run(main(*sys.argv[1:3], Path(sys.argv[3])))
 """
 
 
+@pytest.mark.slow
 async def test_the_first_events_do_not_wait_for_imports(
     own_nats: EmbeddedServer, database_url: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from record import restore
 from store_databases import execute, tamper
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.link import HEAD
 from controller.adapters.postgres.store import PostgresStore
@@ -154,6 +154,7 @@ def _an_event_is_left_out(url: str) -> Awaitable[object]:
     return tamper(url, "DELETE FROM holdfast.fleet_events WHERE seq = 40")
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 @pytest.mark.parametrize(
     ("plant", "where"),

@@ -4,8 +4,9 @@ import asyncio
 from typing import Any
 
 from fleet_history import History
+from memory_journal import MemoryJournal
+from memory_store import MemoryStore
 
-from controller.adapters.memory_store import MemoryStore
 from controller.ports import RowsRead, StoreUnavailable
 from controller.read_model import rows as projection
 from controller.read_model.diff import RowDifference
@@ -13,13 +14,12 @@ from controller.read_model.errors import StoreRefused
 from controller.runtime.projection.projector import Projector
 from controller.runtime.projection.row_watch import RowWatch
 from controller.runtime.view import FleetView
-from events.journal.memory import MemoryJournal
 
 
 async def test_rows_are_compared_at_their_own_position(eventually: Any) -> None:
-    history, store, heard = History().start(), MemoryStore(), list[RowDifference]()
+    history, store = History().start(), MemoryStore()
     view = FleetView(MemoryJournal(history.stream, "frontend:f0"))
-    watch = RowWatch(view, store, differ=heard.append)
+    watch = RowWatch(view, store)
     async with asyncio.TaskGroup() as group:
         following = group.create_task(view.run())
         await eventually(lambda: view.seq == len(history.events))
@@ -33,7 +33,7 @@ async def test_rows_are_compared_at_their_own_position(eventually: Any) -> None:
         rows["w1",] = (*rows["w1",][:weight], 0.25, *rows["w1",][weight + 1 :])
         found = await watch.compare()
         following.cancel()
-    assert found == heard == [RowDifference("workers: weight of w1", 1.0, 0.25)]
+    assert found == [RowDifference("workers: weight of w1", 1.0, 0.25)]
 
 
 async def test_an_unavailable_store_or_missing_tables_do_not_end_the_watch(eventually: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fleet_history import EPOCH, History
+from memory_journal import MemoryJournal
 from store_databases import OpenStore
 
 from controller.commands.operator_commands import is_wanted
@@ -16,7 +17,6 @@ from events import codec
 from events import observations as o
 from events.decisions import GoldenAgreed, GoldenRetired, SpareActivated, SpareReleased
 from events.fact import Decision, Fact, Observation, Recorded
-from events.journal.memory import MemoryJournal
 
 GOLDEN: dict[str, Any] = {"canary_key": "key", "canary": "c0"}
 

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 # run as a script: this project's packages first, because test folders have the same names; then the test modules
-sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__file__).parents[1])]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(folder) for folder in (TESTS.parent, TESTS, TESTS / "fixtures")]
 
 from fleet_history import History
+from memory_journal import MemoryJournal
 
 from controller.adapters.postgres.audit_helper import HelperPolicy
 from controller.adapters.postgres.store import PostgresStore
 from controller.replay.rebuild import rebuild
-from events.journal.memory import MemoryJournal
 
 
 class Waiting(PostgresStore):

@@ -14,6 +14,7 @@ import pytest
 from any_fact import facts
 from fleet_history import EPOCH, History
 from hypothesis import given
+from memory_journal import MemoryJournal
 from roles import process
 from store_databases import execute
 
@@ -24,7 +25,6 @@ from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from events.fact import Fact, Recorded
-from events.journal.memory import MemoryJournal
 
 servers = pytest.mark.servers
 ALWAYS = HelperPolicy(events_min=1, cores_min=1)
@@ -89,6 +89,7 @@ def noting(store: Store, pids: list[int | None]) -> Any:
     return lambda seq, events: pids.append(store.fresh.helper_pid)
 
 
+@pytest.mark.slow
 @servers
 async def test_two_processes_make_the_tables_that_one_makes(store: Store) -> None:
     history, pids = a_history(), list[int | None]()
@@ -103,6 +104,7 @@ async def test_two_processes_make_the_tables_that_one_makes(store: Store) -> Non
     assert pids[0] is not None and gone(pids[0])
 
 
+@pytest.mark.slow
 @servers
 async def test_a_stream_that_grows_meanwhile_is_projected_and_audited_to_the_same_position(
     store: Store,
@@ -123,6 +125,7 @@ async def test_a_stream_that_grows_meanwhile_is_projected_and_audited_to_the_sam
     assert report.difference is None, report.lines()
 
 
+@pytest.mark.slow
 @servers
 async def test_a_helper_that_is_killed_ends_the_rebuild_and_nothing_is_left(store: Store) -> None:
     history, pids = a_history(), list[int | None]()
@@ -192,6 +195,7 @@ async def test_a_short_history_and_a_single_core_need_no_helper(database_url: st
     assert HelperPolicy(cores_min=cores).possible() and not HelperPolicy(cores_min=cores + 1).possible()
 
 
+@pytest.mark.slow
 @servers
 async def test_a_killed_rebuild_leaves_no_process_and_the_next_one_succeeds(
     store: Store, eventually: Any

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from fleet_history import EPOCH, History
+from memory_journal import MemoryJournal
+from memory_store import MemoryStore
 from store_databases import AnyStore, OpenStore
 
-from controller.adapters.memory_store import MemoryStore
 from controller.replay import cli, moment_parser, sentences, timeline, travel
 from controller.replay.event_lookup import NoSuchEvent
 from controller.replay.flags import add_arguments
@@ -20,7 +21,6 @@ from controller.runtime.projection.projector import Projector
 from events import codec
 from events.decisions import IncidentClosed, IncidentOpened
 from events.fact import Decision, Fact, Recorded, Skipped
-from events.journal.memory import MemoryJournal
 from events.observations import (
     BreakerMove,
     CanaryFailed,

@@ -26,6 +26,7 @@ async def typed(nats_url: str, database_url: str, *words: str) -> tuple[int, str
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 async def test_every_command_answers(nats_url: str, database_url: str, tmp_path: Path) -> None:
     history = History().start().corruption()
     journal = await NatsJournal.connect(nats_url, "projector:test", tmp_path)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from fleet_history import EPOCH, History
+from memory_journal import MemoryJournal
 
 from controller.replay import cli, pages, timeline, travel
 from controller.replay.atomic_file import CannotWrite
-from controller.replay.event_lookup import JournalArchive, NoSuchEvent
+from controller.replay.event_lookup import FleetHistory, JournalArchive, NoSuchEvent
 from controller.replay.flags import add_arguments
 from controller.replay.pages import NoPlotly, plotly
 from controller.replay.report import window
@@ -23,7 +24,6 @@ from controller.replay.sentences import span
 from controller.replay.travel import NotYet
 from events.decisions import DegradationChanged, HealthChanged, IncidentOpened, Knobs
 from events.errors import HoldfastError, UsageError
-from events.journal.memory import MemoryJournal
 from events.observations import (
     ChaosInjected,
     CommandRefused,
@@ -38,6 +38,7 @@ from events.observations import (
     ScaleSet,
     SnapshotKept,
     Topology,
+    WorkerLeft,
 )
 
 
@@ -71,7 +72,7 @@ async def test_three_sentences_summarize_the_failure_its_impact_and_the_response
     what, impact, how = (await told(history))["summary"]
     assert what == (
         "At 2026-03-01 12:00:07 UTC worker w2 failed (token_mismatch); "
-        "it recovered 0:03:43 after its incident was opened: recovered."
+        "it recovered 0:03:43 after its incident was opened."
     )
     assert impact == (
         "1 request migrated (longest gap 32 ms); "
@@ -81,6 +82,14 @@ async def test_three_sentences_summarize_the_failure_its_impact_and_the_response
         "It was noticed after 0 ms, fenced after 0 ms, recovered after 0:03:43; "
         "199.8 GPU-seconds were missing, and at least 67 % of the fleet served throughout."
     )
+
+
+async def test_the_summary_of_a_killed_worker_does_not_say_that_it_recovered() -> None:
+    history = History().start()
+    history.say(WorkerLeft(worker="w2", instance="w2-a", mode="immediate", exit=-9))
+    history.decide()
+    what, *_ = (await told(history))["summary"]
+    assert re.search(r"; it was recorded as dead \S+ ?\w* after its incident was opened\.$", what)
 
 
 async def test_an_incident_has_one_recovery_time(history: History) -> None:
@@ -130,6 +139,7 @@ async def test_operator_commands_and_rehearsals_are_shown(history: History, tmp_
     assert (await told(History().start(), "--since", "1"))["acts"] == []
 
 
+@pytest.mark.slow
 async def test_the_last_incident_is_the_default_and_any_event_of_another_selects_it(history: History) -> None:
     first = (await told(history))["incident"]["incident"]
     history.corruption("w1").recovery("w1")
@@ -417,6 +427,4 @@ async def test_since_and_until_bound_the_window(history: History) -> None:
     assert {event["at"] >= "2026-03-01T12:02:00" for event in late["events"]} == {True}
     with pytest.raises(NotYet):
         await travel.order_at(journal(history), None, 4711)
-    assert (await window.between(journal(history), None, JournalArchive(journal(history)), 0, 3)).events[
-        0
-    ].seq == 1
+    assert (await window.between(FleetHistory(journal(history), None), 0, 3)).events[0].seq == 1

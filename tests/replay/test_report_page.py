@@ -36,6 +36,7 @@ async def shown_state(page: Page) -> list[tuple[str, ...]]:
     return [one for one in cells if one[1] != "absent"]
 
 
+@pytest.mark.slow
 async def test_the_slider_shows_the_fleet_as_replay_at_does(
     history: History, written: Path, tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ async def test_the_slider_shows_the_fleet_as_replay_at_does(
         assert complaints == []
 
 
+@pytest.mark.slow
 async def test_the_chart_shows_utc_in_every_time_zone(written: Path, tmp_path: Path) -> None:
     places = []
     for zone in ("UTC", "Asia/Tokyo"):
@@ -65,6 +67,7 @@ async def test_the_chart_shows_utc_in_every_time_zone(written: Path, tmp_path: P
     assert places[0] == places[1] and any("12:0" in tick for tick in places[0][0])
 
 
+@pytest.mark.slow
 async def test_the_slider_works_by_keyboard_and_moves_the_chart_cursor(written: Path, tmp_path: Path) -> None:
     async with browser.browser(tmp_path) as found, browser.opened(found, written) as (page, complaints):
         before = await page.locator("#moment").inner_text()
@@ -90,6 +93,7 @@ async def test_the_slider_works_by_keyboard_and_moves_the_chart_cursor(written: 
         assert places[0] != places[1] and complaints == []
 
 
+@pytest.mark.slow
 async def test_the_list_is_filtered_and_downloaded_as_shown(
     history: History, written: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +121,7 @@ async def test_the_list_is_filtered_and_downloaded_as_shown(
         assert complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 async def test_axe_finds_no_accessibility_violations(written: Path, tmp_path: Path, dark: bool) -> None:
     async with browser.browser(tmp_path) as found, browser.opened(found, written, dark=dark) as (page, _):
@@ -124,6 +129,7 @@ async def test_axe_finds_no_accessibility_violations(written: Path, tmp_path: Pa
         assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in violations] == []
 
 
+@pytest.mark.slow
 async def test_a_sweep_page_is_drawn_without_network_and_is_accessible(tmp_path: Path) -> None:
     """Six panels over twelve values, and a table with the same data; in light and dark."""
     where = tmp_path / "sweep.html"

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 from fleet_history import History
+from memory_journal import MemoryJournal
+from memory_store import MemoryStore
 from waits import virtual
 
 from benchmarks.virtual_loop import VirtualLoop
-from controller.adapters.memory_store import MemoryStore
 from controller.replay import travel
 from controller.replay.event_lookup import JournalArchive, find
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from events.fact import Recorded
-from events.journal.memory import MemoryJournal
 from events.journal.port import JournalUnavailable
 
 PATIENT_S = 60.0  # virtual seconds, longer than any timeout

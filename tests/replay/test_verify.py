@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from fleet_history import History
+from memory_store import MemoryStore
 from store_databases import AnyStore, OpenStore, execute, tamper
 from test_replay_commands import journal, seq_of, typed
 
-from controller.adapters.memory_store import MemoryStore
 from controller.deciders.fleet import OLDEST
 from controller.replay.travel import NotYet
 from controller.replay.verify import verify
@@ -104,6 +104,7 @@ async def plant(store: AnyStore, url: str, table: str, column: str, value: Any, 
         await execute(url, f'UPDATE holdfast.{table} SET "{column}" = $1 WHERE {name} = $2', value, where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "column", "value"),
     [("workers", "weight", 0.123), ("workers", "health", "DEAD"), ("breakers", "position", "open"),
@@ -163,6 +164,7 @@ async def test_a_planted_change_of_a_kept_event_is_found(tester_url: str, open_s
     assert report.difference.seq == 7
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 @pytest.mark.parametrize(
     ("kept", "differs"),
@@ -191,6 +193,7 @@ async def test_an_event_stored_by_an_older_version_may_lack_later_optional_field
     assert where.startswith(f"fleet_events: {differs}") if differs else not where, report.lines()
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 @pytest.mark.parametrize(
     ("lacks", "kept", "differs"),

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
+import pytest
 from fleet_history import History
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from test_replay_commands import journal
 
-from controller.adapters.memory_store import MemoryStore
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from events import observations as o
@@ -58,6 +59,7 @@ def tell(history: History, told: list[tuple]) -> None:  # type: ignore[type-arg]
                 since_decision = 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(steps, max_size=40), st.integers(1, 9), st.integers(1, 10))
 def test_any_history_is_projected_and_decided_again_identically(told: list, portion: int, every: int) -> None:  # type: ignore[type-arg]

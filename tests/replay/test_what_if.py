@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fleet_history import History
+from memory_journal import MemoryJournal
 
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy
@@ -18,14 +19,13 @@ from controller.replay.whatif import sweep
 from controller.replay.whatif.comparison import INFINITY, Comparison, FaultCompared, compare
 from controller.replay.whatif.course import CourseTerms, take
 from controller.replay.whatif.faults import fared, faults
-from controller.replay.whatif.question import PolicyChange, asked
+from controller.replay.whatif.question import PolicyChange, parse_changes
 from controller.replay.whatif.reading import in_one
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.whatif_cli import NothingToAsk
 from events.decisions import SpareActivated
 from events.errors import UsageError
 from events.fact import Recorded
-from events.journal.memory import MemoryJournal
 from events.observations import (
     RequestExposed,
     RequestFailed,
@@ -111,7 +111,7 @@ async def read(history: History) -> Recording:
 
 
 async def answered(history: History, *sets: str) -> Comparison:
-    return compare(await read(history), asked(sets, None))
+    return compare(await read(history), parse_changes(sets, None))
 
 
 def the_one(answer: Comparison) -> FaultCompared:
@@ -176,6 +176,7 @@ async def test_trials_after_another_wait_are_estimated_from_nearby_canaries(
 # --- the canaries' interval -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval_s", [2.0, 5.0, 30.0])
 @pytest.mark.parametrize("begins", [41, 47])
 @pytest.mark.parametrize("reason", ["timeout", "token_mismatch"])
@@ -354,7 +355,7 @@ async def test_events_after_the_end_of_a_fault_do_not_change_its_recovery() -> N
     recovered = fared(fault, recording.weights).recovered
     assert recovered is not None
     assert recovered < recording.start + 200
-    assert any(not step.well for step in recording.weights.since("w1", recording.start + 215)), (
+    assert any(not step.in_service for step in recording.weights.since("w1", recording.start + 215)), (
         "it was suspected then"
     )
 
@@ -434,7 +435,7 @@ async def test_a_policy_may_come_from_a_file_and_set_takes_precedence(
         ("p.toml", '[health]\nfailures_max = 2\n[breaker]\nwait_min = "7s"\n'),
     ):
         (tmp_path / name).write_text(text)
-        what = asked(["health.failures_max=1"], str(tmp_path / name))
+        what = parse_changes(["health.failures_max=1"], str(tmp_path / name))
         assert what.values == {"health.failures_max": 1, "breaker.wait_min": 7.0}
     lines = await said(history, "--policy", str(tmp_path / "p.toml"))
     assert lines[0] == "what if health.failures_max had been 2 instead of 3?"
@@ -500,7 +501,7 @@ async def test_an_invalid_question_is_an_error(history: History, words: list[str
 async def test_an_invalid_policy_file_is_named_in_the_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(UsageError, match=r"p\.json"):
-        asked([], str(tmp_path / "p.json"))
+        parse_changes([], str(tmp_path / "p.json"))
 
 
 async def test_a_period_without_events_is_an_error(history: History) -> None:

@@ -64,8 +64,8 @@ def test_a_wrong_answer_concerns_only_its_canary_and_other_canaries_lie_in_betwe
     assert (spell.after, spell.first, spell.last, spell.before) == (30, 60, 70, 100), (
         "c3 was right at 30, c2 is at 100"
     )
-    assert spell.tells(2)
-    assert not spell.tells(1)
+    assert spell.detects(2)
+    assert not spell.detects(1)
 
 
 def test_an_endless_spell_lasts_for_ever_except_at_place_0() -> None:
@@ -94,7 +94,7 @@ def test_every_failed_canary_lies_in_a_spell_and_no_passed_one_in_a_mute_spell(
         there = [
             one.said
             for one in found
-            if one.began(place) <= canaries.sent[n] < one.ended(place) and one.tells(n % len(NAMES))
+            if one.began(place) <= canaries.sent[n] < one.ended(place) and one.detects(n % len(NAMES))
         ]
         if answer != ".":
             assert {"x": WRONG, "-": MUTE}[answer] in there
@@ -110,7 +110,7 @@ def asked(asker: Asker, *, calm: bool, until: float = 1000.0) -> list[tuple[floa
     found, at = [], 0.0
     while (question := asker.following(at, calm, False)) is not None and question.sent < until:
         if question.said != NOTHING:
-            asker.asked()
+            asker.mark_sent()
         at = question.at
         found.append((round(question.sent, 3), question.said))
     return found
@@ -182,7 +182,7 @@ def test_a_later_join_is_admitted_by_a_canary_of_that_time_and_probed_until_one_
     later = Asker(canaries, 30.0, 10.0, None, 0.5)
     question = later.following(30.0, False, True)
     assert question is not None and (question.check, question.sent) == ("join", 30.0)
-    later.asked()
+    later.mark_sent()
     again = later.following(question.at, False, True)
     assert again is not None and (again.check, again.sent) == ("join", 32.0)
     at_once = Asker(canaries, 0.0, 10.0, None, 0.5).following(0.0, False, True)
@@ -243,12 +243,13 @@ def test_changed_workers_are_found_in_any_order_of_names() -> None:
 
 def _others_with_pending_changes(history: History) -> list[str]:
     """Return workers that are in doubt, or for which time alone may have made a decision due."""
-    return [name for name, one in history.fleet.workers.items() if not one.well]
+    return [name for name, one in history.fleet.workers.items() if not one.fully_healthy]
 
 
 # --- checks against simulated runs -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["one failure", "wait 40 s", "canary every 3 s", "silent after 2 s"])
 def test_a_second_run_under_the_other_policy_lies_within_the_predictions(question: str) -> None:
     """Four faults and three figures each: twelve per seed. `python -m benchmarks what_if` counts how many of 1,200 hold."""

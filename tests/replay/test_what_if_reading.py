@@ -85,6 +85,7 @@ def plain(recording: Recording) -> dict[str, object]:
     return {**found, "steps": dict(weights.steps), "gpus": weights.gpus}
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(1, len(HISTORY.events) - 1), max_size=4))
 def test_a_history_read_in_parts_is_the_same(cuts: set[int]) -> None:
     bounds = [0, *sorted(cuts), len(HISTORY.events)]

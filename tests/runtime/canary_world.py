@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from controller.adapters.clock import VirtualClock
+from memory_journal import MemoryJournal, MemoryStream
+from virtual_clock import VirtualClock
+
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from controller.ports import OthersWork, Prober, WorkerUnreachable
@@ -24,12 +26,12 @@ from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.settings import CanarySettings
 from events import codec
 from events.fact import Fact, Recorded
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import Profile, WorkerJoined, WorkerLeft, canary_key
 from events.order import Order
 from events.wire import Chunk, Generate, Logprob
 
 STEP_S = 0.05
+DECIDE_S = 0.25  # the deciders run after each event, and after this time without one
 TOP = 5
 TIE = 0.01  # of logprobs
 
@@ -192,7 +194,7 @@ class CountingMeter:
     gpu_seconds: float = 0.0
     lateness: list[float] = field(default_factory=list)
 
-    def asked(self, worker: str, check_type: str, seconds: float) -> None:
+    def count_probe(self, worker: str, check_type: str, seconds: float) -> None:
         self.questions.append((worker, check_type, seconds))
 
     def spent(self, worker: str, gpu_seconds: float) -> None:
@@ -222,6 +224,7 @@ class World:
         self.leads = True
         self.tokenizer_missing = False
         self._order: Order[Fleet] = Order(evolve, Fleet())
+        self._decided_s = 0.0  # time of the last `turn`
         self._listeners: list[Callable[[Any, Sequence[Recorded]], None]] = []
         tools = ProberDependencies(
             journal=self.journal,
@@ -265,6 +268,7 @@ class World:
 
     def turn(self) -> None:
         """Fold new facts and decide until nothing more is due."""
+        self._decided_s = self.clock.monotonic()
         while True:
             batch = self.stream.events[self._order.last_seq :]
             for event in batch:
@@ -300,8 +304,14 @@ class World:
         self.turn()
         while True:
             await self.clock.advance(min(STEP_S, max(0.0, end - self.clock.monotonic())))
-            self.turn()
-            if self.clock.monotonic() >= end - 1e-9:
+            over = self.clock.monotonic() >= end - 1e-9
+            if (
+                over
+                or self._order.last_seq < len(self.stream.events)
+                or self.clock.monotonic() >= self._decided_s + DECIDE_S
+            ):
+                self.turn()
+            if over:
                 return
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> float:

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from canary_world import World
+from memory_bus import MemoryBus
 
 from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
@@ -15,7 +17,6 @@ from controller.runtime.beats import Beats
 from controller.runtime.settings import ActuatorSettings
 from events import subjects
 from events.intrusion.control_message import foreign
-from events.nats.bus import MemoryBus
 from events.observations import (
     CanaryPassed,
     DeviceFaulted,
@@ -79,11 +80,11 @@ class BusWorker:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["BusWorker"]:
         await self.beats.start(self.bus)
-        await self.bus.subscribe(subjects.drain("w1"), self.on_drain)
-        await self.bus.subscribe(subjects.resume("w1"), self.on_resume)
-        await self.bus.subscribe(subjects.retire("w1"), self.on_retire)
-        await self.bus.subscribe(subjects.distrust("w1"), self.on_distrust)
-        await self.bus.subscribe(subjects.batch("w1"), self.on_batch)
+        await self.bus.subscribe(subjects.command("drain", "w1"), self.on_drain)
+        await self.bus.subscribe(subjects.command("resume", "w1"), self.on_resume)
+        await self.bus.subscribe(subjects.command("retire", "w1"), self.on_retire)
+        await self.bus.subscribe(subjects.command("distrust", "w1"), self.on_distrust)
+        await self.bus.subscribe(subjects.command("batch", "w1"), self.on_batch)
         self.world.join("w1")
         task = asyncio.create_task(self.actuator.run())
         try:
@@ -192,8 +193,8 @@ async def test_a_dead_instance_that_hangs_in_a_process_with_live_workers_is_told
         process: dict[str, Any] = {"pid": 17, "topology": Topology(host="here")}
         for worker, more in (("w2", process), ("w3", process), ("w4", {**process, "pid": 18})):
             told.world.join(worker, **more)
-        await told.bus.subscribe(subjects.retire("w2"), told.on_retire)
-        await told.bus.subscribe(subjects.retire("w4"), told.on_retire)
+        await told.bus.subscribe(subjects.command("retire", "w2"), told.on_retire)
+        await told.bus.subscribe(subjects.command("retire", "w4"), told.on_retire)
         for worker in ("w2", "w4"):
             told.world.journal.observe(
                 WorkerSilent(worker=worker, instance=f"{worker}-1", silent_s=3.0, observer="c")
@@ -208,6 +209,7 @@ async def test_a_dead_instance_that_hangs_in_a_process_with_live_workers_is_told
     assert told.heard == [("retire", {"instance": "w2-1"})]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_was_cut_off_until_it_was_forgotten_is_told_to_end() -> None:
     """The worker believes that it serves, and the fleet does not show it any more: no other component would tell it."""
     async with BusWorker().running() as told:

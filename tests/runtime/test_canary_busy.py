@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from canary_world import World
+from memory_bus import MemoryBus
 from waits import until
 
 from controller.adapters.clock import SystemClock
@@ -18,7 +19,6 @@ from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.worker_links import Address
 from controller.runtime.canary.probe import Deadline, within
 from controller.runtime.settings import CanarySettings
-from events.nats.bus import MemoryBus
 from events.observations import CanaryFailed, CanaryPassed, GoldenProposed
 from events.wire import Chunk, Generate, Sampling
 from workers.config.settings import WorkerConfig
@@ -99,8 +99,8 @@ async def rig(
     try:
         await made.until(lambda: "w0" in world.fleet.workers, 10)
         address = {"w0": Address("i1", world.fleet.workers["w0"].joined.url)}
-        canaries.want(address)
-        users.want(address)
+        canaries.set_workers(address)
+        users.set_workers(address)
         running += [asyncio.ensure_future(work) for work in (canaries.run(), users.run(), world.loop.run())]
         await made.until(lambda: made.passed() >= ENOUGH and users.connected, 20)
         yield made
@@ -113,6 +113,7 @@ async def rig(
                 await asyncio.gather(*running, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_a_long_prefill_raises_no_alarm_but_a_hang_during_one_does() -> None:
     async with rig() as made:
         passed, over = made.passed(), made.ask(int(PREFILL_S * TOKENS_PER_S))
@@ -130,6 +131,7 @@ async def test_a_long_prefill_raises_no_alarm_but_a_hang_during_one_does() -> No
         assert made.world.facts(CanaryFailed)[0].reason == "no_response"
 
 
+@pytest.mark.slow
 async def test_a_full_batch_raises_no_alarm() -> None:
     async with rig(batch=2, itl_s=0.002) as made:
         passed, users = made.passed(), [made.ask(300, n) for n in range(64)]  # a tenth of a second each

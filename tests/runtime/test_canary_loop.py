@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import pytest
 from canary_world import FakeWorker, World, joined
 
 from controller.runtime.settings import CanarySettings, ConfiguredCanary
@@ -104,6 +105,7 @@ async def test_a_short_context_a_slow_engine_or_the_operator_gets_plain_question
         assert all(32 <= len(f.prompt) < 250 for f in world.facts(GoldenProposed))
 
 
+@pytest.mark.slow
 async def test_n06_a_worker_is_probed_twice_a_minute_at_thirty_seconds() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=30))
     async with world.running():
@@ -158,6 +160,7 @@ async def test_a_lost_lease_keeps_what_was_learned() -> None:
     assert not world.facts(CanaryFailed)
 
 
+@pytest.mark.slow
 async def test_healthy_noise_of_an_engine_never_fails() -> None:
     world = World(CanarySettings(interval_s=1))
     draw = random.Random(5)
@@ -608,6 +611,7 @@ def test_joined_workers_of_the_double_share_a_key() -> None:
     assert joined("a").canary_key == joined("b").canary_key != joined("a", engine_version="2").canary_key
 
 
+@pytest.mark.slow
 async def test_a_crowd_of_joining_workers_is_admitted_before_first_rounds_continue() -> None:
     names = [f"w{n}" for n in range(30)]
     world = await settled(*names, settings=CanarySettings(interval_s=100, concurrency=4, unmarked_every=0))

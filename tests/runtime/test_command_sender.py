@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.runtime.command_sender import NotCarriedOut, command
 from events.fact import Observation
 from events.journal.nats import NatsJournal

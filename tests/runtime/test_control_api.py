@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from controller.adapters.control_api import ControlApi, serve
+from controller.adapters.embedded.nats import start_nats
 from controller.adapters.embedded.nats_users import BrokerUsers
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.ports import Answer, Command, GoldenWish
 from controller.runtime.command_sender import command
 from events.errors import HoldfastError
@@ -155,6 +156,7 @@ async def test_a_request_is_answered(nats_url: str) -> None:
         assert status == {"workers": [{"id": "w1", "weight": 0.5, "last_canary": None}], "leader": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "body", "says"),
     [
@@ -196,6 +198,7 @@ async def test_a_command_without_an_id_or_a_deadline_is_refused(nats_url: str, m
     assert not control.asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [b"", b"nonsense{", b"[1, 2]", b"\xff\xfe", b"null", b'"w1"'])
 async def test_a_body_that_is_no_json_object_is_refused_without_harm(nats_url: str, body: bytes) -> None:
     async with served(nats_url) as (control, bus, _):

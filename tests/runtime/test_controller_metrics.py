@@ -87,7 +87,7 @@ def test_every_reason_exists_at_zero_when_a_worker_joins() -> None:
         assert s.value("dynamo_canary_failures_total", worker_id="w1", reason=reason) == 0.0
     assert len(REASONS) == 7
     fresh = Scraped()
-    fresh.metrics.know(s.world.fleet)  # a controller that starts from a snapshot
+    fresh.metrics.set_workers(s.world.fleet)  # a controller that starts from a snapshot
     assert fresh.value("dynamo_canary_failures_total", worker_id="w1", reason="timeout") == 0.0
 
 
@@ -155,8 +155,8 @@ async def test_ready_spares_and_empty_places_are_counted() -> None:
 
 def test_n07_the_cost_of_canaries_is_published() -> None:
     s = Scraped()
-    s.metrics.asked("w1", "join", 0.2)
-    s.metrics.asked("w1", "confirm", 0.3)
+    s.metrics.count_probe("w1", "join", 0.2)
+    s.metrics.count_probe("w1", "confirm", 0.3)
     s.metrics.spent("w1", 0.5)
     s.metrics.late(0.25)
     assert s.value("holdfast_canary_gpu_seconds_total", worker_id="w1") == 0.5
@@ -178,7 +178,7 @@ def test_b29_compact_bounds_the_number_of_series_for_any_fleet() -> None:
     s = Scraped("compact")
     for n in range(50):
         s.say(migrated(f"w{n}", f"w{n + 1}"))
-        s.metrics.asked(f"w{n}", "scheduled", 0.1)
+        s.metrics.count_probe(f"w{n}", "scheduled", 0.1)
         s.metrics.spent(f"w{n}", 0.1)
     assert s.samples("dynamo_migration_total") == {
         (("method", "reprefill"), ("source_group", "all"), ("target_group", "all")): 50.0
@@ -191,7 +191,7 @@ async def test_a_forgotten_workers_series_end_and_a_late_fact_starts_none() -> N
     s = Scraped()
     for name in ("w1", "w2"):
         s.world.join(name)
-        s.metrics.asked(name, "scheduled", 0.1)
+        s.metrics.count_probe(name, "scheduled", 0.1)
         s.metrics.spent(name, 0.1)
     s.say(failed("w1", "timeout"), migrated("w1", "w2"), migrated("w2", "w1"))
     assert "w1" in s.metrics.render().decode()
@@ -199,7 +199,7 @@ async def test_a_forgotten_workers_series_end_and_a_late_fact_starts_none() -> N
     await s.world.pass_time(601)
     s.world.turn()
     assert "w1" not in s.world.fleet.workers
-    s.metrics.know(s.world.fleet)
+    s.metrics.set_workers(s.world.fleet)
     s.say(failed("w1", "timeout"))
     said = s.metrics.render().decode()
     assert "w1" not in said and 'worker_id="w2"' in said

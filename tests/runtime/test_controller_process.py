@@ -15,7 +15,8 @@ import aiohttp
 import pytest
 from waits import until
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.frontend.openai.text.tokenizer import TokenizerMissing
 from controller.processes.controller import load_vocabulary
 from controller.runtime.command_sender import command
@@ -116,6 +117,7 @@ async def fleet(url: str, data: Path) -> AsyncIterator[Processes]:
         await bus.close()
 
 
+@pytest.mark.slow
 async def test_a_corrupt_worker_is_convicted_and_a_healthy_one_never(
     nats_url: str, tmp_path: Path, eventually: Any
 ) -> None:
@@ -187,6 +189,7 @@ async def scraped(status: dict[str, Any], worker: str) -> None:
     assert f'dynamo_canary_failures_total{{reason="timeout",worker_id="{worker}"}} 0.0' in text
 
 
+@pytest.mark.slow
 async def test_a_second_controller_stands_by_and_takes_over(
     nats_url: str, tmp_path: Path, eventually: Any
 ) -> None:
@@ -221,6 +224,7 @@ async def test_a_second_controller_stands_by_and_takes_over(
         assert processes.stop()["two"] == 0
 
 
+@pytest.mark.slow
 async def test_a_controller_that_stops_hands_over_at_once(
     own_nats: EmbeddedServer, tmp_path: Path, eventually: Any
 ) -> None:
@@ -326,6 +330,7 @@ async def test_a_controller_that_stops_is_not_ready_at_once_and_lives_until_the_
         assert ready == sorted(ready) and ready[-1] == 503
 
 
+@pytest.mark.slow
 async def test_a_dead_broker_accuses_no_worker(
     own_nats: EmbeddedServer, tmp_path: Path, eventually: Any
 ) -> None:
@@ -353,6 +358,7 @@ async def test_a_dead_broker_accuses_no_worker(
             await again.kill()
 
 
+@pytest.mark.slow
 async def test_a_controller_waits_for_a_broker_that_is_not_there_yet(tmp_path: Path, eventually: Any) -> None:
     server = await start_nats(tmp_path / "nats")
     await server.kill()
@@ -372,6 +378,7 @@ async def test_a_controller_waits_for_a_broker_that_is_not_there_yet(tmp_path: P
             await again.kill()
 
 
+@pytest.mark.slow
 async def test_a_controller_that_never_reached_a_broker_can_be_stopped(tmp_path: Path) -> None:
     server = await start_nats(tmp_path / "nats")
     await server.kill()

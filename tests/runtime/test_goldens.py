@@ -193,6 +193,7 @@ def test_a_fixed_tolerance_is_not_calibrated() -> None:
         assert made.tolerance == fixed
 
 
+@pytest.mark.slow
 def test_calibrated_noise_gives_no_false_alarm_in_ten_thousand_probes() -> None:
     draw = random.Random(7)
     made = calibration()
@@ -320,6 +321,7 @@ def test_one_shifted_logprob_is_found_wherever_it_is(answer: CanaryAnswer, place
     assert found.distance == pytest.approx(shift)
 
 
+@pytest.mark.slow
 @given(ANSWERS, ANSWERS, st.integers(0, 8), st.sampled_from((0.0, 1.0, 20.0)))
 def test_an_answer_is_cut_at_the_first_wrong_token_with_the_same_reason(
     right: CanaryAnswer, other: CanaryAnswer, alike: int, tolerance: float

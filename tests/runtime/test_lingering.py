@@ -4,12 +4,12 @@ import asyncio
 from typing import Any
 
 from canary_world import World, joined
+from memory_bus import MemoryBus
 
 from controller.adapters.request_plane.dialers import port_open
 from controller.runtime.beats import Beats
 from controller.runtime.host_processes import LINGERS_AFTER_S, LOOK_S, HostProcesses, Lingering
 from events import subjects
-from events.nats.bus import MemoryBus
 from events.observations import Topology, WorkerLeft, WorkerLingered, WorkerSilent
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from canary_world import World
+from memory_bus import MemoryBus
 
 from controller.runtime.beats import Beats
 from controller.runtime.liveness import NEWS, HangCheck, Liveness
 from controller.runtime.settings import LivenessSettings
 from events import subjects
 from events.decisions import SpareActivated
-from events.nats.bus import MemoryBus
 from events.observations import (
     DrainRequested,
     ObserverBlind,
@@ -324,7 +324,7 @@ class StalledFleet(ObservedFleet):
         async with self.world.running():
             checking = asyncio.create_task(self.check.run())
             await self.pass_time(60)
-            assert all(worker.well for worker in self.world.fleet.workers.values())
+            assert all(worker.fully_healthy for worker in self.world.fleet.workers.values())
             yield self
             checking.cancel()
             await asyncio.gather(checking, return_exceptions=True)
@@ -353,7 +353,9 @@ class StalledFleet(ObservedFleet):
         await self.pass_time(2)
         self.wish(ResumeRequested, name)
         began = self.world.clock.monotonic()
-        while not self.world.fleet.workers[name].well and self.world.clock.monotonic() < began + most_s:
+        while (
+            not self.world.fleet.workers[name].fully_healthy and self.world.clock.monotonic() < began + most_s
+        ):
             await self.pass_time(0.25)
         return self.world.clock.monotonic() - began
 
@@ -397,6 +399,7 @@ async def test_a_worker_that_answers_keeps_its_place() -> None:
         assert w.asked == ["w2", "w2"], "it is asked again for a new report"
 
 
+@pytest.mark.slow
 async def test_a_spare_that_becomes_ready_during_the_check_is_used() -> None:
     async with StalledFleet("w1", "w2", "w3").running() as w:
         back_s = await w.returns("s0", inf)

@@ -64,7 +64,7 @@ async def test_a_hung_worker_is_restarted_and_may_shut_down_gracefully_once_it_r
             await asyncio.Event().wait()
         return {"stopping": True}
 
-    await doubles.bus.subscribe(subjects.stop("w1"), on_stop)
+    await doubles.bus.subscribe(subjects.command("stop", "w1"), on_stop)
     assert "w1 did not answer: its process ends;" in await doubles.operations.restart("w1", "ada")
     assert doubles.signals == [(4711, TERM), (4711, CONT)]
     assert [body["instance"] for body in heard] == ["w1-1", "w1-1"]
@@ -79,7 +79,7 @@ async def test_a_worker_that_its_supervisor_ends_meanwhile_counts_as_restarted()
         await asyncio.Event().wait()
         return None
 
-    await doubles.bus.subscribe(subjects.stop("w1"), on_stop)
+    await doubles.bus.subscribe(subjects.command("stop", "w1"), on_stop)
     said = await doubles.operations.restart("w1", "ada")
     assert said == "w1 did not answer: its process has ended; its supervisor starts it again"
     assert not doubles.signals
@@ -98,7 +98,9 @@ async def test_a_worker_connected_to_a_frontend_but_not_to_the_broker_is_not_kil
 async def test_a_worker_that_refuses_to_stop_is_not_killed_for_it() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
-    await doubles.bus.subscribe(subjects.stop("w1"), lambda subject, body: {"error": "w1-0 is gone"})
+    await doubles.bus.subscribe(
+        subjects.command("stop", "w1"), lambda subject, body: {"error": "w1-0 is gone"}
+    )
     with pytest.raises(NotPossible, match="w1 refuses: w1-0 is gone"):
         await doubles.operations.restart("w1", "ada")
     assert not doubles.signals
@@ -120,7 +122,7 @@ async def test_a_hung_worker_in_a_shared_process_is_told_to_end_without_harm_to_
         heard.append(body["instance"])
         return {}
 
-    await doubles.bus.subscribe(subjects.retire("w1"), retire)
+    await doubles.bus.subscribe(subjects.command("retire", "w1"), retire)
     assert "its next instance takes its place" in await doubles.operations.restart("w1", "ada")
     assert (heard, doubles.signals) == (["w1-1"], [])
 
@@ -163,7 +165,7 @@ async def test_heal_resumes_a_hung_worker_and_waits_until_it_answers() -> None:
 
     async def wakes() -> None:
         await until(lambda: doubles.signals)
-        await doubles.bus.subscribe(subjects.chaos("w1"), chaos)
+        await doubles.bus.subscribe(subjects.command("chaos", "w1"), chaos)
 
     async with asyncio.timeout(20):
         await asyncio.gather(wakes(), doubles.operations.chaos("w1", "heal", None, None, "ada"))

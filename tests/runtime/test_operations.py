@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from canary_world import World, joined
+from memory_bus import MemoryBus
 
 from controller.ports import Command, StoreUnavailable
 from controller.runtime.beats import Beats
 from controller.runtime.command_answers import ChaosRefused, NotPossible, UnknownWorker
 from controller.runtime.host_processes import HostProcesses
-from controller.runtime.operations import ControlOperations, FleetSources
+from controller.runtime.operations import ControlOperations
 from events import subjects
 from events.intrusion.control_message import foreign
-from events.nats.bus import MemoryBus
 from events.observations import (
     ChaosInjected,
     DrainRequested,
@@ -43,19 +43,18 @@ class OperationsOverDoubles:
         self.stubborn = False  # processes end only on SIGKILL
         self.projected: int | Exception = 1
         self.operations = ControlOperations(
-            FleetSources(
-                fleet=lambda: self.world.fleet,
-                leader=lambda: "controller:1",
-                present=lambda: [
-                    Presence("worker", "w1", 17, "tcp://x:1"),
-                    Presence("frontend", "f0", 18, "http://x:2", "http://x:2/console"),
-                ],
-                projected=self._projected,
-            ),
-            self.world.journal,
-            self.bus,
-            self.beats,
-            chaos=chaos,
+            fleet=lambda: self.world.fleet,
+            leader=lambda: "controller:1",
+            present=lambda: [
+                Presence("worker", "w1", 17, "tcp://x:1"),
+                Presence("frontend", "f0", 18, "http://x:2", "http://x:2/console"),
+            ],
+            projected=self._projected,
+            stored=self._stored,
+            journal=self.world.journal,
+            bus=self.bus,
+            beats=self.beats,
+            injects_faults=chaos,
             processes=HostProcesses(platform.node(), self._began_at, self._signal),
         )
 
@@ -63,6 +62,9 @@ class OperationsOverDoubles:
         if isinstance(self.projected, Exception):
             raise self.projected
         return self.projected
+
+    async def _stored(self) -> Mapping[str, Mapping[str, object]]:
+        return {}
 
     def _began_at(self, pid: int) -> float | None:
         return None if pid in self.gone else 0.0
@@ -133,7 +135,7 @@ async def test_a_restart_is_on_the_journal_before_the_worker_is_told() -> None:
         heard.append((body["instance"], len(doubles.world.facts(RestartRequested))))
         return {}
 
-    await doubles.bus.subscribe(subjects.stop("w1"), stop)
+    await doubles.bus.subscribe(subjects.command("stop", "w1"), stop)
     assert await doubles.operations.restart("w1", "ada") == "w1 shuts down; its supervisor starts it again"
     assert heard == [("w1-1", 1)]
 
@@ -197,7 +199,7 @@ async def test_a_fault_hits_only_one_worker_of_a_shared_process(fault: str) -> N
         heard.append(body["fault"])
         return {}
 
-    await doubles.bus.subscribe(subjects.chaos("w1"), chaos)
+    await doubles.bus.subscribe(subjects.command("chaos", "w1"), chaos)
     await doubles.operations.chaos("w1", fault, None, None, "ada")
     assert (heard, doubles.signals) == ([fault], [])
     assert [f.worker for f in doubles.world.facts(ChaosInjected)] == ["w1"]
@@ -228,7 +230,7 @@ async def test_other_faults_are_forwarded_to_the_worker() -> None:
 
     with pytest.raises(NotPossible, match="does not answer"):
         await doubles.operations.chaos("w1", "corrupt", 8, None, "")
-    await doubles.bus.subscribe(subjects.chaos("w1"), on_chaos)
+    await doubles.bus.subscribe(subjects.command("chaos", "w1"), on_chaos)
     await doubles.operations.chaos("w1", "corrupt", 8, 5, "ada")
     until = (
         doubles.world.clock.now() + timedelta(seconds=1)

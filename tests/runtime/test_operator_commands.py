@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
 import pytest
+from memory_journal import MemoryJournal, MemoryStream
+from virtual_clock import VirtualClock
 
-from controller.adapters.clock import VirtualClock
 from controller.ports import Answer, Command
 from controller.runtime.command_answers import NotPossible
 from controller.runtime.commands import AHEAD_MAX_S, KNOWN_MAX, SETTLE_S, OperatorCommands
 from events.fact import Fact
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.port import StreamEnd
 from events.observations import CommandRefused, DrainRequested
 
@@ -54,7 +54,7 @@ class Controller:
         """Read new events of the journal."""
         fresh = self.world.stream.events[self.read :]
         self.read += len(fresh)
-        self.commands.heard(fresh)
+        self.commands.record_outcomes(fresh)
         return self.read
 
     async def _act(self, command: Command) -> None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 from fleet_history import History
+from memory_cell import MemoryCell
+from memory_journal import MemoryJournal, MemoryStream
+from memory_store import MemoryStore
 from structlog.testing import capture_logs
 from waits import turns
 
 from controller.adapters.clock import SystemClock
-from controller.adapters.memory_store import MemoryStore
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
 from controller.deciders.health_state import HealthPolicy
 from controller.ports import ReadPosition, Snapshot, StoreAhead
@@ -22,8 +24,6 @@ from controller.runtime.view import FleetView, ViewNotReady
 from events.codec import UnknownKind
 from events.decisions import Absorbed, HealthStatus, PolicyAdopted
 from events.fact import Decision, Recorded
-from events.journal.cell import MemoryCell
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.port import Fenced, JournalChanged, JournalUnavailable
 from events.order import Order
 

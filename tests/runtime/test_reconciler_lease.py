@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from memory_cell import MemoryCell
+from virtual_clock import VirtualClock
 
-from controller.adapters.clock import SystemClock, VirtualClock
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.clock import SystemClock
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.runtime.lease import Lease
-from events.journal.cell import MemoryCell
 from events.journal.nats import NatsJournal
 
 Eventually = Callable[..., Awaitable[None]]

@@ -14,7 +14,8 @@ import pytest
 from fleet_history import History
 from roles import Process, process
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Decision, Recorded
 from events.journal.nats import NatsJournal
@@ -57,6 +58,7 @@ async def said(child: Process, word: str, deadline_s: float = 20.0) -> None:
             assert not child.stdout.at_eof()
 
 
+@pytest.mark.slow
 async def test_a_killed_controller_is_replaced_within_seconds_and_one_history_is_written(
     own_nats: EmbeddedServer, eventually: Eventually, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ async def refused(processes: Processes) -> dict[str, str]:
     return {f.command: f.worker for f in await processes.facts(CommandRefused) if f.late}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [["one"], ["one", "two"]])
 async def test_a_command_reported_as_failed_is_never_carried_out(
     own_nats: Any, tmp_path: Path, eventually: Any, stopped: list[str]
@@ -90,6 +91,7 @@ async def test_a_command_reported_as_failed_is_never_carried_out(
         assert len(started) == len(set(started)), "none was carried out twice"
 
 
+@pytest.mark.slow
 async def test_a_stopped_standby_blocks_no_command_and_does_nothing_later(
     own_nats: Any, tmp_path: Path, eventually: Any
 ) -> None:

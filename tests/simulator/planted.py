@@ -11,14 +11,14 @@ from typing import Any
 
 from controller.deciders import fleet as deciders
 from controller.deciders.fleet import Fleet, FleetPolicy
-from controller.deciders.spares import Spare
-from controller.deciders.worker import Worker
+from controller.deciders.worker import Spare, Worker
 from controller.frontend.admission.queue import Line, QueuedRequest
 from controller.planner.plan import PlannerPolicy, Proposal
 from controller.planner.planner import Planner, PlannerOutlook
 from controller.planner.sizing import Minute, Traffic
+from controller.ports import Snapshot
 from controller.router.endpoints import EndpointTable, TableChange
-from controller.simulator.world.seams import Seams, Stored
+from controller.simulator.world.seams import Seams
 from events.decisions import (
     BreakerHalfOpened,
     DegradationChanged,
@@ -47,11 +47,15 @@ FAR = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """One planted fault: what is wrong, and the invariants of which any may be the first to break."""
+    """One planted fault: what is wrong, and the invariants of which any may be the first to break.
+
+    `first_seed` is where the search begins: by default at an eventful seed, so that few are needed.
+    """
 
     says: str
     seams: Seams
     found_by: tuple[str, ...]
+    first_seed: int = 2
 
 
 class RawOrder(Order[Fleet]):
@@ -224,8 +228,8 @@ def _loses_silence(fact: Observation) -> bool:
     return not isinstance(fact, WorkerSilent)
 
 
-def _shown_as_settled(order: Order[Fleet]) -> Stored:
-    return order.shown, order.position, dict(order.sources)
+def _shown_as_settled(order: Order[Fleet]) -> Snapshot:
+    return Snapshot(order.shown, order.position, dict(order.sources))
 
 
 class HealthAlone(EndpointTable):
@@ -245,7 +249,7 @@ class SparesServe(EndpointTable):
         change = super().absorb(fleet)
         for endpoint in self.endpoints.values():
             worker = fleet.workers.get(endpoint.worker)
-            if worker is not None and worker.spare.kept and worker.well:
+            if worker is not None and worker.spare.kept and worker.fully_healthy:
                 endpoint.weight = 1.0
         return change
 
@@ -281,7 +285,7 @@ def _hasty_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Deci
         fleet,
         now,
         lambda spare, lost: (
-            spare.well and lost.health.status is HealthStatus.SUSPICIOUS and not lost.health.joining
+            spare.fully_healthy and lost.health.status is HealthStatus.SUSPICIOUS and not lost.health.joining
         ),
     )
 
@@ -292,7 +296,7 @@ def _unready_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[De
         deciders.settle(policy, fleet, now),
         fleet,
         now,
-        lambda spare, lost: bool(lost.lost) and not spare.well,
+        lambda spare, lost: bool(lost.lost) and not spare.fully_healthy,
     )
 
 
@@ -530,6 +534,7 @@ PLANTED: dict[str, Planted] = {
         "a planner treats missing reports as low traffic",
         Seams(planner=Untroubled),
         ("planner_needs_traffic",),
+        first_seed=60,
     ),
     "self_willed": Planted(
         "a planner overrides an operator",

@@ -113,7 +113,7 @@ def _switches_early(state: RequestState, event: Event, now: float) -> Next:
     after, effects = step(state, event, now)
     transfer = after.transfer
     if isinstance(event, on.TransferAdvanced) and transfer is not None and transfer.state == "committed":
-        return after, (*effects, do.SwitchToTarget())
+        return after, (*effects, do.TransferStep("switch"))
     return after, effects
 
 

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from controller.simulator.simulation import simulate
+import pytest
+
+from controller.simulator.simulation import SweepRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,26 +22,31 @@ def dump(to: Path, hash_seed: str, seed: int = 6, workers: int = 6, minutes: int
     return to.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_bytes_in_two_processes_with_different_hash_seeds(tmp_path: Path) -> None:
     one, other = dump(tmp_path / "one", "1"), dump(tmp_path / "other", "4242")
     assert len(one) > 100_000
     assert one == other
 
 
+@pytest.mark.slow
 def test_two_crowded_models_give_the_same_bytes_under_different_hash_seeds(tmp_path: Path) -> None:
     one, other = (dump(tmp_path / seed, seed, 2, 5, 60) for seed in ("13", "14"))
     assert one == other
 
 
+@pytest.mark.slow
 def test_seeds_differ() -> None:
-    digests = {simulate(seed, 3, 5.0).digest for seed in range(4)}
+    digests = {SweepRun(seed, 3, 5.0).play().digest for seed in range(4)}
     assert len(digests) == 4
 
 
+@pytest.mark.slow
 def test_a_run_leaves_nothing_behind_that_changes_the_next() -> None:
-    assert simulate(2, 3, 10.0).digest == simulate(2, 3, 10.0).digest
+    assert SweepRun(2, 3, 10.0).play().digest == SweepRun(2, 3, 10.0).play().digest
 
 
+@pytest.mark.slow
 def test_the_simulator_is_much_faster_than_time() -> None:
     """Catches a slowdown by an order of magnitude; the exact figure is measured in benchmarks."""
-    assert simulate(1, 16, 30.0).speed > 60
+    assert SweepRun(1, 16, 30.0).play().speed > 60

@@ -56,3 +56,13 @@ def test_without_the_last_serving_worker_canaries_leave_a_model_without_any() ->
     violation = world(LAST, budget={"keep_last": False}).run().violation
     assert violation is not None and violation.invariant == "canaries_leave_one"
     assert world(LAST).run().violation is None
+
+
+def test_after_the_faults_every_worker_starts_with_the_newest_weights() -> None:
+    """Two updates of a model can overlap: a worker then runs the newest weights, but would start with those of the first."""
+    played = world(TOLD)
+    machine = next(iter(played.machines.values()))
+    machine.weights.loaded = newest = played.faults.updates._newest[machine.model] = 2
+    machine.weights.after_start = 1
+    played.faults.updates.heal()
+    assert machine.weights.after_start == machine.weights.loaded == newest

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from controller.simulator.cli import add_arguments, run_cli
-from controller.simulator.report import command
-from controller.simulator.simulation import ALL_INVARIANTS, INVARIANTS
+from controller.simulator.simulation import ALL_INVARIANTS, INVARIANTS, SweepRun
 
 
 def run(*words: str) -> int:
@@ -41,7 +40,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["violation"] is None
     assert found["times_real_time"] > 0
     assert found["rates"]["failures_per_day"] == pytest.approx(24 * 419 / (54 * 16_384))
-    assert found["command"] == command(1, 3, 5.0, "llama3")
+    assert found["command"] == SweepRun(1, 3, 5.0, "llama3").command
     assert set(found["checks"]) == set(INVARIANTS)
 
 
@@ -56,7 +55,7 @@ def test_live_requests_are_checked_as_well(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(("minutes", "said"), [(60.0, "60"), (10_080.0, "10080"), (1.23456789, "1.23456789")])
 def test_the_command_that_repeats_a_run_has_its_exact_duration(minutes: float, said: str) -> None:
-    assert command(7, 4, minutes) == f"holdfast simulate --seed 7 --workers 4 --minutes {said}"
+    assert SweepRun(7, 4, minutes).command == f"holdfast simulate --seed 7 --workers 4 --minutes {said}"
 
 
 def test_several_seeds_print_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +63,7 @@ def test_several_seeds_print_one_line_each(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.count("all invariants held") == 3
 
 
+@pytest.mark.slow
 def test_seeds_run_on_two_cores_are_reported_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -72,6 +72,7 @@ def test_seeds_run_on_two_cores_are_reported_in_order(
     assert [line.split(":")[0] for line in said] == [f"seed {seed}" for seed in range(5, 11)]
 
 
+@pytest.mark.slow
 def test_a_history_is_dumped_as_json_lines(tmp_path: Path) -> None:
     assert run("--workers", "3", "--minutes", "30", "--dump", str(tmp_path / "history")) == 0
     lines = [json.loads(line) for line in (tmp_path / "history").read_text().splitlines()]

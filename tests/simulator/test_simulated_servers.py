@@ -84,7 +84,7 @@ def test_a_fact_with_a_lost_acknowledgement_is_stored_again_after_the_duplicate_
     bench.outbox().observe(fact())
     bench.run(5)
     assert bench.numbers == [1]  # repeated within the window, and recognised
-    bench.broker.go_down()
+    bench.broker.up = False
     bench.run(DUPLICATES_REMEMBERED / SECOND)
     bench.broker.come_up()
     bench.run(5)
@@ -96,7 +96,7 @@ def test_a_fact_with_a_lost_acknowledgement_is_stored_again_after_the_duplicate_
 def test_a_crash_loses_what_was_not_spooled_and_a_successor_sends_the_rest(
     bench: Bench, spooled: bool, left: list[int]
 ) -> None:
-    bench.broker.go_down()
+    bench.broker.up = False
     box = bench.outbox()
     box.observe(fact())
     box.observe(fact())

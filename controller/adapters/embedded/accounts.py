@@ -1,20 +1,21 @@
 """The accounts of the embedded database, and the file with their passwords.
 
-Only the file's owner can read the file. None of the accounts is a superuser. PostgreSQL's own superuser cannot connect, because
-it has no password and no right to log in. It is used only in a server that accepts no connections (`cluster.administer`).
+Only the file's owner can read the file. None of the accounts is a superuser. PostgreSQL's own superuser cannot log in to a
+running server, because it has no password and no right to log in. `cluster.administer` runs statements as the superuser in a
+server that accepts no connections.
 """
 
 import base64
 import hashlib
 import hmac
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from controller.read_model.grants import OWNER, READER, WRITER
+from events.process.key_file import write_private
 
 ITERATIONS = 4096  # PostgreSQL's default, which suffices because 24 random bytes cannot be guessed
 BYTES = 24  # random bytes of a password
@@ -51,7 +52,7 @@ class DatabaseAccounts:
             passwords = {name: str(found[name]) for name in (OWNER, WRITER, READER)}
         except (OSError, ValueError, KeyError, TypeError):
             passwords = {name: secrets.token_urlsafe(BYTES) for name in (OWNER, WRITER, READER)}
-            _write(path, json.dumps(passwords, indent=1))
+            write_private(path, json.dumps(passwords, indent=1))
         return cls(passwords)
 
     def urls(self, place: str) -> DatabaseUrls:
@@ -78,14 +79,3 @@ def verifier(password: str) -> str:
     stored, server = hashlib.sha256(client).digest(), hmac.digest(salted, b"Server Key", "sha256")
     words = [base64.b64encode(part).decode() for part in (salt, stored, server)]
     return f"SCRAM-SHA-256${ITERATIONS}:{words[0]}${words[1]}:{words[2]}"
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = path.with_suffix(".tmp")
-    fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)

@@ -36,7 +36,7 @@ _SINGLE = {"exit_on_error": "on", "log_min_error_statement": "panic"}
 
 @dataclass(frozen=True)
 class ClusterPlace:
-    """The location of one database cluster: its directory, and the installation and the user that run it."""
+    """The location of one embedded database: its directory, the PostgreSQL installation, and the user that runs the server."""
 
     install: Path  # directory of PostgreSQL's programs
     directory: Path
@@ -44,10 +44,10 @@ class ClusterPlace:
     user: str | None  # the user that runs the server; None: the user of this process
 
     def name(self, part: str) -> str:
-        """Return a path of the file `part` in the directory that `user` can open.
+        """Return a path by which `user` can open the file `part` of this directory.
 
-        If a parent directory is closed to `user`, for example root's home (0700), the path leads through the open descriptor,
-        which the server process inherits.
+        If `user` may not enter a parent directory, for example root's home (mode 0700), the path leads through the open
+        descriptor `held` of `directory`. The server's process inherits that descriptor.
         """
         if self.user is None or hidden_by(self.directory / part, self.user) is None:
             return str(self.directory / part)
@@ -59,12 +59,12 @@ class ClusterPlace:
 
     @property
     def made(self) -> bool:
-        """Whether the directory contains a database cluster already."""
+        """Whether `directory` already contains a PostgreSQL data directory."""
         return (self.directory / "data" / "PG_VERSION").exists()
 
 
 def hidden_by(path: Path, user: str) -> Path | None:
-    """Return the first directory above `path` that `user` cannot enter; None if the user can enter all of them."""
+    """Return the topmost directory above `path` that `user` cannot enter; None if `user` can enter all of them."""
     entry = pwd.getpwnam(user)
     for parent in reversed(path.resolve().parents):
         status = parent.stat()
@@ -75,7 +75,7 @@ def hidden_by(path: Path, user: str) -> Path | None:
 
 
 def write_hba_file(place: ClusterPlace) -> str:
-    """Write the file with the server's access rules, and return its path for the server.
+    """Write the file with the server's access rules, and return the path by which the server can open it.
 
     The file is outside the data directory, so that restoring a backup of the data does not change the rules.
     """
@@ -91,10 +91,10 @@ def write_hba_file(place: ClusterPlace) -> str:
 
 
 async def make(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -> None:
-    """Create a database cluster in a temporary directory, then rename it to `data`. Raise ServerFailed.
+    """Create a PostgreSQL data directory under a temporary name, then rename it to `data`.
 
-    A start that is killed therefore leaves no incomplete cluster in `data`. Each call has its own temporary directory, because
-    processes of a call that was killed may still write to theirs.
+    A call that is killed therefore leaves no incomplete `data`. Each call uses a new temporary directory, because processes of an
+    earlier, killed call may still write to the directory of that call. Raise ServerFailed if a step fails.
     """
     for left in place.directory.glob("data.partial*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -106,16 +106,15 @@ async def make(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -
     made = [*cluster_sql.accounts(accounts.verifiers()), f'CREATE DATABASE "{database}"']
     await administer(place, made, data=partial.name)
     await administer(place, cluster_sql.rights(database), data=partial.name, database=database)
-    await asyncio.to_thread(
-        libc.syncfs, place.held
-    )  # one sync of 50 ms for all steps before, which did not sync
+    # one sync of 50 ms for all steps before, which did not sync
+    await asyncio.to_thread(libc.syncfs, place.held)
     partial.rename(place.directory / "data")
 
 
 async def set_up(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -> None:
-    """Create Holdfast's accounts and their database in an existing cluster, or correct their passwords and rights.
+    """Create Holdfast's accounts and database in an existing data directory, or correct their passwords and rights.
 
-    No server may run on the cluster. Raise ServerFailed.
+    No server may run on the data directory. Raise ServerFailed if a step fails.
     """
     wanted = [*cluster_sql.accounts(accounts.verifiers()), "SELECT datname FROM pg_database"]
     if f'datname = "{database}"' not in await administer(place, wanted):
@@ -128,9 +127,10 @@ async def set_up(place: ClusterPlace, database: str, accounts: DatabaseAccounts)
 async def administer(
     place: ClusterPlace, statements: Iterable[str], *, data: str = "data", database: str = "postgres"
 ) -> str:
-    """Run statements as the superuser on a cluster without a running server, and return their output. Raise ServerFailed.
+    """Run statements as the superuser on the PostgreSQL data directory `data`, and return their output.
 
-    The statements are passed through a pipe, so that no other process sees them and no log contains them.
+    No server may run on this directory. The statements are passed through a pipe, so that no other process
+    sees them and no log contains them. Raise ServerFailed if the single-user server fails or takes too long.
     """
     script = "".join(f"{statement};\n\n" for statement in statements)  # an empty line ends a statement
     settings = {**_SINGLE, "fsync": "on" if data == "data" else "off"}
@@ -140,15 +140,15 @@ async def administer(
 
 
 async def admits(place: ClusterPlace, port: int, database: str, accounts: DatabaseAccounts) -> bool:
-    """Return whether the database's owner can log in with its password, and the database was set up by this edition.
+    """Return whether the database's owner can log in and the accounts have the rights that this release grants.
 
-    `cluster_sql.EDITION` names the edition that this version requires.
+    Setting up the rights writes `cluster_sql.EDITION` as the comment of the database. A database with another comment was set up
+    by another release, with other rights.
     """
     psql = [place.program("psql"), "-X", "-q", "-A", "-t", "-w", "-h", "127.0.0.1", "-p", str(port)]
     ask = "SELECT shobj_description(oid, 'pg_database') FROM pg_database WHERE datname = current_database()"
-    secret = {
-        "PGPASSWORD": accounts.passwords[OWNER]
-    }  # other users can see a process's arguments, but not its environment
+    # other users can see a process's arguments, but not its environment
+    secret = {"PGPASSWORD": accounts.passwords[OWNER]}
     try:
         edition = await run([*psql, "-U", OWNER, "-d", database, "-c", ask], "psql", secret=secret)
     except ServerFailed:
@@ -167,8 +167,8 @@ async def run(
 ) -> str:
     """Run a PostgreSQL program to its end and return its output.
 
-    `what` names the program in errors, `said` is its standard input, and `secret` adds environment variables. Raise ServerFailed
-    if the program fails or takes too long.
+    `what` names the program in errors, `said` is the program's standard input, and `secret` adds environment variables. Raise
+    ServerFailed if the program fails or takes too long.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -178,6 +178,7 @@ async def run(
         cwd="/",
         env={**environment(), **(secret or {})},
         pass_fds=fds,
+        start_new_session=True,
         preexec_fn=die_with(os.getpid()),
         **identity(user),
     )
@@ -198,7 +199,7 @@ async def run(
 def _complaint(output: str) -> str:
     """Return the line of a program's output that contains the error, or the last line.
 
-    The error must be searched because initdb prints its successful steps first.
+    initdb first prints the steps that have succeeded, so the error is not in the first line.
     """
     lines = output.strip().splitlines() or ["no output"]
     return next((line for line in lines if "FATAL" in line or "error:" in line), lines[-1]).strip()

@@ -100,7 +100,10 @@ def connect_rights(database: str) -> Iterator[str]:
 
 
 def rights(database: str) -> Iterator[str]:
-    """Yield the statements that grant the accounts their rights in a database, and on existing tables of an older release."""
+    """Yield the statements that grant the accounts their rights in a database, including those on existing tables.
+
+    Tables can exist already if an older release has created them.
+    """
     yield from connect_rights(database)
     yield "REVOKE ALL ON SCHEMA public FROM PUBLIC"
     yield _NO_LARGE_OBJECTS
@@ -123,5 +126,8 @@ def rights(database: str) -> Iterator[str]:
 
 
 def _where(there: str, statement: str) -> str:
-    """Return SQL that runs `statement` only if the object `there` exists, because any error would end the whole script."""
+    """Return SQL that runs `statement` only if the SQL expression `there` is not NULL, that is, if an object exists.
+
+    Without this condition, a missing object would be an error, and any error ends the whole script.
+    """
     return f"DO $$ BEGIN IF {there} IS NOT NULL THEN {statement}; END IF; END $$"

@@ -1,9 +1,9 @@
 """Allocates a port for a server that is about to start and may have to restart on the same port.
 
-The kernel assigns the ports of its own range (32768 to 60999 on most machines) to outgoing connections. A server with such a
-port may find it in use when it starts, or when it restarts after a kill. A client that retries in the meantime may even connect
-to itself. Allocated ports are therefore below that range. The allocating process also binds a socket name for the port in
-Linux's abstract namespace. As long as the name is bound, no other Holdfast process allocates the same port.
+The kernel assigns the ports of its own range (32768 to 60999 on most machines) to outgoing connections. If a server's port is in
+that range, the port may be in use when the server starts, or when it restarts after a kill. A client that retries before the
+restart may even connect to itself. Allocated ports are therefore below that range. The allocating process also binds a socket
+name for the port in Linux's abstract namespace. As long as the name is bound, no other Holdfast process allocates the same port.
 """
 
 import contextlib
@@ -56,7 +56,10 @@ def _listens(port: int) -> bool:
 
 
 def _taken(port: int) -> socket.socket | None:
-    """Bind the socket name of a port and return the socket; None if another process has bound the name."""
+    """Reserve a port for this process, and return the reservation; None if another process has reserved the port.
+
+    The reservation is an abstract Unix socket with a name made from the port. The port itself is not bound.
+    """
     name = socket.socket(socket.AF_UNIX)
     if sys.platform == "linux":
         try:

@@ -68,7 +68,8 @@ async def start_nats(directory: Path, *, port: int = 0, **options: Unpack[GivenO
     """Start nats-server with JetStream in `directory` and return the server once it accepts connections.
 
     `port` 0 selects a free port, and `options` are the fields of `BrokerOptions`. With a monitoring port, the result's
-    `effective` has the settings that the server reports. Raise PortInUse, ServerDirectoryInUse or ServerFailed.
+    `effective` has the settings that the server reports. Raise PortInUse or ServerDirectoryInUse if `port` or `directory`
+    is in use, and ServerFailed if the server does not start.
     """
     return await start_on_free_port(port, partial(_start, directory, BrokerOptions(**options)))
 
@@ -81,9 +82,8 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
         config, log = directory.resolve() / "nats-server.conf", directory / "nats-server.log"
         _write(config, _config(directory.resolve(), port, options))
         process = await spawn([str(nats_binary()), "-c", str(config)], directory, log)
-        for stale in directory.glob(
-            "nats-server_*.ports"
-        ):  # files of killed servers; the new server's file has its pid in the name
+        # files of killed servers; the new server's file has its pid in the name
+        for stale in directory.glob("nats-server_*.ports"):
             if stale.name != f"nats-server_{process.pid}.ports":
                 stale.unlink(missing_ok=True)
     ports = directory / f"nats-server_{process.pid}.ports"
@@ -106,9 +106,9 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
 
 
 def reload_users(server: EmbeddedServer, users: str) -> None:
-    """Replace the users of a running server by the `authorization` block `users`. Raise OSError.
+    """Replace the users of a running nats-server by those of `users`, the text of an `authorization` block.
 
-    Connections of users that still exist are kept.
+    Connections of users that still exist are kept. Raise OSError if the block cannot be written to the configuration.
     """
     _write(server.directory / USERS, users)
     server.process.send_signal(signal.SIGHUP)
@@ -137,7 +137,7 @@ jetstream {{
 
 
 def _quoted(path: Path) -> str:
-    """Quote a path for nats-server's configuration, which has the syntax of JSON strings with unescaped non-ASCII letters."""
+    """Quote a path for nats-server's configuration: as a JSON string in which non-ASCII letters are not escaped."""
     return json.dumps(str(path), ensure_ascii=False)
 
 
@@ -161,7 +161,7 @@ class Stuck:
         self._log = LogTail()
 
     def __call__(self, server: EmbeddedServer) -> bool:
-        """Return whether the server has logged such a refusal since the last call, while the disk has free space."""
+        """Return whether the server has logged a refused message since the last call, although the disk has free space."""
         try:
             said = self._log.news(server)
             return REFUSES in said and shutil.disk_usage(server.directory).free > self._room_bytes
@@ -183,7 +183,10 @@ async def effective(monitor: str) -> dict[str, Any]:
 
 
 async def page(url: str, path: str, deadline_s: float = 5.0) -> dict[str, Any]:
-    """Fetch the JSON page `path` from nats-server's monitoring port. Raise OSError, TimeoutError or ValueError."""
+    """Fetch the JSON document at the path `path` from nats-server's monitoring port at `url`.
+
+    Raise OSError or TimeoutError if the server does not answer, and ValueError if the answer is not JSON.
+    """
 
     def read() -> dict[str, Any]:
         with contextlib.closing(HTTPConnection(urlsplit(url).netloc, timeout=deadline_s)) as connection:

@@ -1,4 +1,4 @@
-"""Reads new lines of a nats-server's log, and finds the clients and requests that it has refused."""
+"""Reads new lines of a nats-server's log, and finds the requests that the server has refused."""
 
 import os
 import re
@@ -30,7 +30,7 @@ class LogTail:
         self._read = 0  # position in the log up to which it was read
 
     def news(self, server: EmbeddedServer) -> bytes:
-        """Return the bytes that the server has logged since the last call. Raise OSError.
+        """Return the bytes that the server has logged since the last call. Raise OSError if the log cannot be read.
 
         The first call for a server process returns no bytes.
         """
@@ -46,7 +46,7 @@ class LogTail:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The refusals of one client in the log lines that `refusals` was called with."""
+    """The requests of one client that the broker refused, as counted by `refusals`."""
 
     client: str  # the user's name, or `STRANGER`
     tried: str  # a text about the first refused request
@@ -54,7 +54,10 @@ class Refused:
 
 
 def refusals(said: bytes, names: Mapping[str, str]) -> list[Refused]:
-    """Find the refusals in the log lines `said`, and return one entry per client. `names` has users' names by public key."""
+    """Find the requests that the broker refused, in the log lines `said`, and return one entry per client.
+
+    `names` maps public keys to users' names.
+    """
     first: dict[str, str] = {}
     times: Counter[str] = Counter()
     cut: set[bytes] = set()  # connections

@@ -13,23 +13,26 @@ from events.subjects import token
 
 
 class BrokerUsers:
-    """Manages the broker users of one fleet, which have their nkey seeds in a folder.
+    """Manages the broker users of one fleet. A folder holds one file per user, with the user's private key (nkey seed).
 
-    Intake means that a worker's facts pass through a controller's check (`controller.runtime.intrusion.intake`).
+    A worker process sends its facts to a controller, which checks and publishes them (the intake,
+    `controller.runtime.intake`). A process of an older release publishes its facts itself. Beside a seed, one file records
+    that the process can use the intake, and another file records that the process must use it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._seen: list[
-            tuple[str, int, bool]
-        ] = []  # configured seeds: file, its mtime, whether facts go through intake
-        self._withdrawn: dict[
-            str, str
-        ] = {}  # revoked users' names by public key, because later log lines need them
+        # configured seeds: file, its mtime, whether facts go through intake
+        self._seen: list[tuple[str, int, bool]] = []
+        # revoked users' names by public key, because later log lines need them
+        self._withdrawn: dict[str, str] = {}
         self._looked = 0  # mtime of the folder when `changed` last read it
 
     def make(self, processes: Iterable[str]) -> None:
-        """Create the missing seeds of all roles and of the worker processes in `processes`. Raise OSError."""
+        """Create the missing seeds of all roles and of the worker processes in `processes`.
+
+        Raise OSError if a seed cannot be written.
+        """
         for name in ROLES:
             keys.kept(self.folder, name)
         for name in processes:
@@ -37,22 +40,26 @@ class BrokerUsers:
             keys.kept(self.folder, name)
 
     def written(self) -> str:
-        """Return the `authorization` block of nats-server's configuration for all users with a seed. Raise BadSetting."""
+        """Return the `authorization` block of nats-server's configuration for all users with a seed.
+
+        Raise BadSetting if a user's file holds no valid seed.
+        """
         self._seen = self._look()
         workers = [name for name in keys.users(self.folder) if workers_of(name)]
         by_intake = {name for name in workers if self._knows_intake(name)}
-        for name in (
-            workers
-        ):  # written before the broker applies the configuration; a refused process reads the files again
+        # written before the broker applies the configuration; a refused process reads the files again
+        for name in workers:
             given = self.folder / f"{name}{keys.INTAKE}"
             given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
         return configuration(permissions.users(workers, by_intake), self.folder)
 
     def withdraw(self, name: str, worker: str) -> list[str]:
-        """Remove the seed of the user `name`, so that its access is revoked, and return the revoked users. Raise OSError.
+        """Remove the seed of the user `name`, so that the broker revokes its access. Return the names of all revoked users.
 
-        If no user has this name, revoke the users of all processes that run the worker `worker`. That is needed because a user's
-        name depends on the number of workers in its process, which the caller may not know.
+        If no user has this name, revoke the users of all processes that run the worker `worker`. The caller may not know a
+        user's name, because the name depends on the number of workers in the user's process.
+
+        Raise OSError if a seed cannot be removed, BadSetting if a file holds no valid seed.
         """
         known = keys.users(self.folder)
         out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
@@ -62,7 +69,7 @@ class BrokerUsers:
         return out
 
     def changed(self) -> bool:
-        """Return whether seeds were added, removed or changed since the configuration was written."""
+        """Return whether seeds were added, removed or changed since `written` last returned the configuration."""
         with contextlib.suppress(OSError):
             changed_at = self.folder.stat().st_mtime_ns
             if changed_at != self._looked:
@@ -71,7 +78,7 @@ class BrokerUsers:
         return False
 
     def admitted(self) -> None:
-        """Write a file beside each seed, which marks that the broker admits the user.
+        """Record in a file beside each seed that the broker admits the seed's user.
 
         A process with a new seed waits for this file before it connects.
         """
@@ -92,9 +99,9 @@ class BrokerUsers:
 
 
 def configuration(users: Iterable[BrokerUser], folder: Path) -> str:
-    """Return the `authorization` block of nats-server's configuration for these users. Raise BadSetting.
+    """Return the `authorization` block of nats-server's configuration for these users.
 
-    The users' seeds must be in `folder`.
+    The users' seeds must be in `folder`. Raise BadSetting if a seed is missing or invalid.
     """
     blocks = [_user(user, keys.public(folder, user.name)) for user in users]
     return "authorization {\n  users: [\n" + "\n".join(blocks) + "\n  ]\n}\n"

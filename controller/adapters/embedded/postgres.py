@@ -49,20 +49,17 @@ def postgres_install() -> Path:
 
 
 async def start_postgres(
-    directory: Path,
-    *,
-    port: int = 0,
-    database: str = "holdfast",
-    accounts: DatabaseAccounts | None = None,
+    directory: Path, *, port: int = 0, database: str = "holdfast", accounts: DatabaseAccounts | None = None
 ) -> EmbeddedServer:
     """Start PostgreSQL in `directory` and return the server once it accepts connections.
 
-    A new database cluster is created if the directory has none. If the cluster lacks `database`, does not accept the passwords of
-    `accounts`, or was created by an older release, it is set up again. Without `accounts`, those in the file accounts.json of the
-    directory are used. The result's `url` is postgresql://127.0.0.1:PORT/DATABASE, to which `accounts.urls` adds an account.
+    A PostgreSQL data directory is created if `directory` has none. The accounts and their rights are set up again if `database`
+    is missing, does not accept the passwords of `accounts`, or was set up by another release. Without `accounts`, those in the
+    file accounts.json of `directory` are used. The result's `url` is postgresql://127.0.0.1:PORT/DATABASE, to which
+    `accounts.urls` adds an account.
 
     fsync stays on. If this process is root, the server runs as an unprivileged user, which then owns the directory. Raise
-    PortInUse, ServerDirectoryInUse or ServerFailed.
+    PortInUse or ServerDirectoryInUse if `port` or `directory` is in use, and ServerFailed if the server does not start.
     """
     check_port(port, "postgres")
     with directory_errors(directory):
@@ -82,7 +79,8 @@ async def start_postgres(
 async def opened(directory: Path) -> AsyncIterator[ClusterPlace]:
     """Prepare a directory for the user that runs the database, and yield its location with an open descriptor.
 
-    The descriptor is closed after the `with` block. Raise OSError or ServerFailed.
+    The descriptor is closed after the `with` block. Raise OSError or ServerFailed if the directory or the installation is
+    unusable.
     """
     user = UNPRIVILEGED if os.geteuid() == 0 else None
     directory = _prepared(directory, user)

@@ -33,14 +33,15 @@ def prometheus_binary() -> Path:
 
 
 def alert_rules() -> tuple[Path, ...]:
-    """Return the files of alert rules; empty if Holdfast was installed from a wheel, which has none."""
+    """Return the files of alert rules. The result is empty if Holdfast was installed from a wheel, which has no rules."""
     return (RULES,) if RULES.exists() else ()
 
 
 async def start_prometheus(directory: Path, config: str, *, port: int = 0) -> EmbeddedServer:
     """Start Prometheus in `directory` with the configuration `config`, and return once it accepts connections.
 
-    `port` 0 selects a free port. Raise PortInUse, ServerDirectoryInUse or ServerFailed.
+    `port` 0 selects a free port. Raise PortInUse or ServerDirectoryInUse if `port` or `directory` is in use, and
+    ServerFailed if the server does not start.
     """
     return await start_on_free_port(port, partial(_start, directory, config))
 

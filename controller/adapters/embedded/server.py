@@ -9,6 +9,7 @@ import pwd
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +52,8 @@ class EmbeddedServer:
     log: Path
     process: subprocess.Popen[bytes]
     monitor: str = ""  # URL of nats-server's monitoring port; empty: none
-    effective: dict[str, Any] = field(
-        default_factory=dict
-    )  # settings that the server reports; empty: not read
+    # settings that the server reports; empty: not read
+    effective: dict[str, Any] = field(default_factory=dict)
 
     @property
     def pid(self) -> int:
@@ -89,7 +89,7 @@ class EmbeddedServer:
 
 @contextlib.contextmanager
 def directory_errors(directory: Path) -> Iterator[None]:
-    """Convert errors about a directory. Raise ServerFailed for an OSError or ValueError from the `with` block."""
+    """Raise ServerFailed, which names `directory`, for an OSError or ValueError from the `with` block."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -122,6 +122,7 @@ async def spawn(
                 cwd="/",
                 env=environment(),
                 pass_fds=(lock, *fds),  # the server inherits the lock and has it until it ends
+                start_new_session=True,  # so that Ctrl-C reaches only the parent process, which stops the servers in order
                 preexec_fn=die_with(os.getpid(), dies_by),
                 **identity(user),
             )
@@ -144,15 +145,18 @@ async def _lock(lock: int, directory: Path) -> None:
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """Return a preexec function that starts a new session and makes the kernel send the signal `by` when `parent` dies."""
+    """Return a preexec function for a child of the process `parent`. The child gets the signal `by` when its parent dies.
 
-    def arrange() -> None:
-        os.setsid()  # so that Ctrl-C reaches only the parent process, which stops the servers in order
-        libc.prctl(PR_SET_PDEATHSIG, by)
+    If `parent` has died before the function runs, the child exits at once.
+    """
+
+    def preexec() -> None:
+        if sys.platform == "linux":
+            libc.prctl(PR_SET_PDEATHSIG, by)
         if os.getppid() != parent:  # the parent died before prctl took effect
             os._exit(1)
 
-    return arrange
+    return preexec
 
 
 def identity(user: str | None) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def identity(user: str | None) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables that an embedded server needs, without those that could configure it."""
+    """Return the few environment variables that an embedded server gets. All others could change its configuration."""
     kept = {name: os.environ[name] for name in ("PATH", "TZ", "TMPDIR") if name in os.environ}
     return {**kept, "LC_ALL": "C"}
 
@@ -174,7 +178,8 @@ async def wait_until_ready(
 ) -> None:
     """Wait until `ready` returns True.
 
-    If the process ends or is not ready in time, it is killed. Raise ServerFailed or PortInUse, with the server's own message.
+    If that takes too long, kill the process. Raise PortInUse if the process ended because its port was in use, and ServerFailed
+    if it ended for another reason or was killed. The error has the last lines of the server's log, or names the log.
     """
     try:
         async with asyncio.timeout(START_DEADLINE_S):
@@ -221,9 +226,9 @@ def check_port(port: int, what: str) -> None:
 
 
 async def start_on_free_port(port: int, start: Callable[[int], Awaitable[EmbeddedServer]]) -> EmbeddedServer:
-    """Start a server on `port`, or on a free port if it is 0.
+    """Start a server on `port`. If `port` is 0, start it on a free port.
 
-    If another process binds the free port before the server does, try again once with another port.
+    If another process binds the free port before the server does, try once more with another free port.
     """
     for _ in range(PORT_TRIES if not port else 0):
         with contextlib.suppress(PortInUse):

@@ -16,10 +16,9 @@ import msgspec
 import structlog
 
 from controller.router.endpoints import WorkerRank
-from controller.router.index.index import KvIndex
-from controller.router.index.view import KvHealth, KvView
+from controller.router.index.view import KvView
 from events import kv, subjects
-from events.intrusion.send_budget import Rate, SubjectBudgets, TrafficLimit
+from events.intrusion.send_budget import SubjectBudgets, TrafficLimit, traffic
 from events.nats.connection import DISCONNECTED, BrokerConnection, when_connected
 from events.observations import WorkerJoined
 
@@ -28,10 +27,8 @@ ASKS_MAX = 16  # maximum number of concurrent queries
 ASK_S = 2.0  # timeout of a query
 SWEEP_RUNS = 200  # number of index entries that are freed at once
 SWEEP_S = 0.005  # wait before more index entries are freed
-BATCHES = TrafficLimit(  # KV-event batches of one worker, which sends at most one per engine step and rank
-    messages=Rate(per_s=2_000.0, burst=20_000.0),
-    size=Rate(per_s=8 * 1024 * 1024.0, burst=64 * 1024 * 1024.0),
-)
+# KV-event batches of one worker, which sends at most one per engine step and rank
+BATCHES = traffic(per_s=2_000.0, burst=20_000.0, mb_per_s=8.0, mb_burst=64.0)
 LOOK_S = 1.0  # interval at which the index is checked for entries to free
 
 log = structlog.get_logger(__name__)
@@ -46,18 +43,13 @@ class KvEvents:
     """
 
     def __init__(
-        self,
-        connection: BrokerConnection,
-        view: KvView | None = None,
-        *,
-        ask_s: float = ASK_S,
-        limit: TrafficLimit = BATCHES,
+        self, connection: BrokerConnection, *, ask_s: float = ASK_S, limit: TrafficLimit = BATCHES
     ) -> None:
-        """Build the feed for `view`, over `connection`.
+        """Build the feed over `connection`. The feed keeps its index in its attribute `view`.
 
         `ask_s` is the timeout of a query in seconds. `limit` is the traffic that one worker may publish.
         """
-        self.view = view or KvView()
+        self.view = KvView()
         self.bad = 0  # number of messages that were dropped because they are invalid or exceed the limit
         # called with the name of a worker that exceeds its limit
         self.flooded: Callable[[str], None] = lambda worker: None
@@ -74,9 +66,9 @@ class KvEvents:
     async def open(
         cls, url: str, name: str, *, wait_s: float = 2.0, limit: TrafficLimit = BATCHES
     ) -> "KvEvents":
-        """Connect to the broker and build the feed. After `wait_s` seconds, continue to connect in the background.
+        """Connect to the broker and build the feed. Raise BadBrokerUrl if `url` is invalid.
 
-        Raise BadBrokerUrl.
+        If the broker is not connected within `wait_s` seconds, the returned feed continues to connect in the background.
         """
         return cls(await BrokerConnection.open(url, f"kv:{name}", wait_s=wait_s), limit=limit)
 
@@ -86,27 +78,13 @@ class KvEvents:
 
     # --- interface of routers
 
-    @property
-    def index(self) -> KvIndex:
-        """The index of the KV blocks that each rank of each worker instance has cached."""
-        return self.view.index
-
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
         """Set the live workers. The index follows those that publish KV events, and drops the blocks of all others.
 
-        The call is cheap and can be made after every change.
+        The call is cheap, so it can be made after every change of the fleet.
         """
         self.view.absorb(joined, self._loop.time())
         self._look()
-
-    def complete(self, holder: WorkerRank) -> bool:
-        """Return whether the index has applied all KV events that the rank `holder` is known to have published."""
-        return self.view.complete(holder)
-
-    @property
-    def health(self) -> KvHealth:
-        """The completeness of the index. Its `str` is a line for display."""
-        return self.view.health
 
     # --- the service
 
@@ -135,7 +113,7 @@ class KvEvents:
                 timer.cancel()
 
     def _look(self) -> None:
-        """Wake `run` if a query is now due sooner than its next check."""
+        """Wake `run` if a query becomes due before `run` would wake by itself."""
         if self.view.due_at < self._look_at:
             self._wake.set()
 
@@ -156,8 +134,9 @@ class KvEvents:
 
     async def _sweep(self) -> None:
         """Free the index entries of workers that are gone, in small steps that do not delay the streams on this loop."""
+        index = self.view.index
         while True:  # noqa: ASYNC110 (polling once a second is cheaper than an event)
-            await asyncio.sleep(SWEEP_S if self.index.sweep(SWEEP_RUNS) else LOOK_S)
+            await asyncio.sleep(SWEEP_S if index.sweep(SWEEP_RUNS) else LOOK_S)
 
     def _within_budget(self, subject: bytes, size: int) -> bool:
         def flooded() -> None:

@@ -1,12 +1,12 @@
 """Synchronises the counts of requests in flight among frontends, over core NATS.
 
-    own tracker ──▶ Replicas ──▶ kv.slots      256 events at a time, or those of one millisecond
+    own tracker ──▶ Replicas ──▶ kv.slots      256 events at a time, or fewer once the first has waited 1 ms
     kv.slots ──▶ Replicas ──▶ own tracker
-    each second: send the own presence, and drop the frontends that are gone
+    each second: report that this frontend runs, and drop the frontends that are gone
 
 The tracker (`ActiveSequences`) counts the requests in flight on each worker. `Replicas` merges the events of other frontends'
-trackers into this frontend's tracker. While the broker is unavailable, the counts of other frontends stay unchanged and events
-are lost. After that, every frontend sends its whole state again.
+trackers into this frontend's tracker. While the broker is unavailable, events are lost, and the counts of other frontends stay
+unchanged. When the broker is available again, every frontend sends its whole state.
 """
 
 import asyncio
@@ -64,9 +64,9 @@ class SlotSync:
         *,
         wait_s: float = 2.0,
     ) -> "SlotSync":
-        """Connect to the broker and build the synchronisation. Raise BadBrokerUrl.
+        """Connect to the broker and build the synchronisation. Raise BadBrokerUrl if `url` is invalid.
 
-        After `wait_s` seconds, continue to connect in the background.
+        If the broker is not connected within `wait_s` seconds, the returned object continues to connect in the background.
         """
         connection = await BrokerConnection.open(url, f"slots:{frontend}", wait_s=wait_s)
         return cls(connection, frontend, slots, peers)
@@ -79,7 +79,7 @@ class SlotSync:
 
     @property
     def connected(self) -> bool:
-        """Whether the broker is connected, so that frontends receive each other's messages."""
+        """Whether this frontend is connected to the broker. Without the broker, frontends receive no messages of one another."""
         return self._since is not None
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class SlotSync:
     # --- outgoing -----------------------------------------------------------------------------------------
 
     def _on_event(self) -> None:
-        """Send the tracker's pending events after `WINDOW_S`, or at once if they fill a message."""
+        """Send the tracker's pending events after `WINDOW_S` seconds, or at once if they fill a message."""
         if self.replicas.waiting >= wire.EVENTS_MAX:
             self._send()
         elif self._timer is None:

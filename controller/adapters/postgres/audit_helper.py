@@ -1,12 +1,15 @@
-"""A helper process that writes the audit table `fleet_events`, and the handle of its parent process.
+"""A helper process that writes the audit table `fleet_events`, and the class to use it.
 
-The fold must run in one process. Rows of the audit table follow from the events alone and take half of a projection's time, so a
-second process can write them. The helper receives frames on its standard input, each of which is a length and JSON. The first
-frame names the database, and later frames are batches of events. After an empty frame, the helper writes a line to its standard
-output once all batches before that frame are committed. If the helper fails, it writes the reason to its standard output and
-ends.
+A rebuild of the state store applies all events, one after another, to the fleet's state, so a single process must do this. That
+process would spend half of its time on the rows of the audit table. Each row depends on one event only, so a second process, the
+helper, can write the rows. The helper receives frames on its standard input. Each frame is a length and JSON. The first frame
+names the database, and later frames are batches of events. An empty frame requests a confirmation: the helper writes a line to
+its standard output when all batches before that frame are committed. If the helper fails, it writes the reason to its standard
+output and ends.
 
-The helper's rows and the position are not written in one transaction. Use it only for a schema that has no readers yet.
+The parent process writes the store's position, which is the last event that the store contains. The position and the helper's
+rows are written in separate transactions. Use the helper only for a schema that has no readers yet: a reader could see the
+position before the rows.
 """
 
 import asyncio
@@ -39,7 +42,10 @@ class Repeated(HoldfastError):
 
 
 async def copy(connection: Connection, rows: Sequence[projection.Row]) -> None:
-    """Append all rows to the audit table, or none. Raise Repeated if a row is already in the table."""
+    """Append all rows to the audit table, or none.
+
+    Raise Repeated if an event is in the table already, or twice in `rows`.
+    """
     try:
         await connection.copy_records_to_table("fleet_events", records=rows, columns=projection.EVENT_COLUMNS)
     except asyncpg.UniqueViolationError as error:
@@ -68,21 +74,23 @@ class AuditFailed(HoldfastError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperPolicy:
-    """The conditions for starting a helper process, and its deadlines."""
+    """The conditions for starting the helper process that writes the audit table, and the helper's deadlines."""
 
-    events_min: int = (
-        2_048  # minimum size of the first batch; a shorter history is written before a process has started
-    )
+    # minimum size of the first batch; a shorter history is written before a process has started
+    events_min: int = 2_048
     cores_min: int = 2
     answer_s: float = 50.0  # deadline for sending one batch, or for committing the last three
 
     def possible(self) -> bool:
-        """Return whether this machine has enough cores, and runs Linux, which ends the helper with its parent process."""
+        """Return whether this machine has enough cores and runs Linux. Only Linux can end the helper when its parent ends."""
         return sys.platform == "linux" and len(os.sched_getaffinity(0)) >= self.cores_min
 
 
 class AuditHelper:
-    """Starts the helper process if the first batch is large enough, sends it batches, and ends it."""
+    """Manages the helper process that writes the audit table.
+
+    The helper is started with the first batch, and only if that batch is large enough.
+    """
 
     def __init__(self, url: str, schema: str, policy: HelperPolicy = HelperPolicy()) -> None:
         self._policy = policy
@@ -97,7 +105,7 @@ class AuditHelper:
         return self._process.pid if self._process else None
 
     async def write(self, events: Sequence[Recorded]) -> bool:
-        """Send a batch of events to the helper process. Raise AuditFailed.
+        """Send a batch of events to the helper process. Raise AuditFailed if the helper has ended or hangs.
 
         Return False if the first batch was too small to start the helper. The caller must then write the rows of all batches.
         """
@@ -111,7 +119,7 @@ class AuditHelper:
         return True
 
     async def flush(self) -> None:
-        """Wait until the helper has committed every batch. Raise AuditFailed."""
+        """Wait until the helper has committed every batch. Raise AuditFailed if the helper has ended or hangs."""
         if self._process is None:
             return
         await self._send(b"")
@@ -139,7 +147,8 @@ class AuditHelper:
 
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "controller.adapters.postgres.audit_helper",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, preexec_fn=die_with(os.getpid()),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
         )  # fmt: skip
         await self._send(_encode(self._place))
 
@@ -173,7 +182,9 @@ async def _within(seconds: float) -> AsyncIterator[None]:
 
 
 class _SentEvent(msgspec.Struct):
-    """An event as sent to the helper: a `Recorded` with an encoded fact, which is decoded by its kind."""
+    """An event as sent to the helper: a `Recorded` with a fact that is still encoded.
+
+    The event's kind tells how to decode the fact."""
 
     seq: int
     at: datetime
@@ -205,7 +216,10 @@ def rows(frame: bytes) -> list[projection.Row]:
 
 
 async def serve(frames: asyncio.StreamReader) -> None:
-    """Write the batches from the input until it ends. While a batch is written, the next one is decoded."""
+    """Write batches of events to the audit table until the input `frames` ends.
+
+    While one batch is written, the next one is decoded.
+    """
     place = json.loads(await _frame(frames) or b"")
     link = Link(place["url"], place["schema"], {"synchronous_commit": "off"})
     batches: asyncio.Queue[list[projection.Row] | None] = asyncio.Queue(1)

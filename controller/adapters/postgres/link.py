@@ -1,7 +1,7 @@
 """A connection to Postgres that reconnects after failures and raises Holdfast's own errors.
 
-A link has at most one connection, which one task at a time may use. That suffices, because projector and readers have few
-statements and need them in order. After any failure, the link drops the connection, and the next use opens a new one.
+A link has at most one connection, which only one task at a time may use. One connection suffices, because the projector and the
+readers run few statements, one after another. After any failure, the link drops the connection, and the next use opens a new one.
 """
 
 import asyncio
@@ -66,11 +66,11 @@ _TRANSLATIONS: tuple[tuple[tuple[type[BaseException], ...], type[HoldfastError]]
     (AWAY, StoreUnavailable),
     ((asyncpg.PostgresError,), StoreCannotKeep),
 )
-"""Our own error for each kind of error that ends a connection; the first that matches."""
+"""The Holdfast error for each kind of error that ends a connection. The first entry that matches applies."""
 
 
 def plain(url: str) -> str:
-    """Return a database URL in asyncpg's form, in which SQLAlchemy's `postgresql+asyncpg://` is `postgresql://`."""
+    """Return a database URL for asyncpg: with `postgresql://` instead of SQLAlchemy's `postgresql+asyncpg://`."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme.split('+')[0]}{separator}{rest}"
 
@@ -100,7 +100,8 @@ class Link:
     async def use(self) -> AsyncIterator[Connection]:
         """Yield the connection, to one task at a time. Other tasks wait.
 
-        Raise StoreUnavailable (or its subclass StoreGone), StoreRefused or BadStoreUrl.
+        Raise StoreUnavailable (or a subclass) if the database cannot be reached or used now, StoreRefused if tables or rights are
+        missing, and BadStoreUrl for an invalid URL.
         """
         async with self._lock:
             try:

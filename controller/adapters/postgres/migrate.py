@@ -63,7 +63,8 @@ async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
     """Apply all missing migrations, and grant Holdfast's accounts their rights if the server has these accounts.
 
     If a newer release has migrated the database in a way that is compatible with this version, nothing is changed. Raise
-    DatabaseTooNew if the newer migration is not compatible, StoreUnavailable or StoreForbidden.
+    DatabaseTooNew if the newer migration is not compatible, StoreUnavailable if the database cannot be migrated now, and
+    StoreForbidden if the account lacks the rights.
     """
     found = await version(url, schema=schema)
     if found == HEAD and to == "head":
@@ -74,17 +75,11 @@ async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
     await _run(url, schema, to, up=True)
 
 
-async def downgrade(url: str, *, schema: str = SCHEMA, to: str = "base") -> None:
-    """Revert the migrations after revision `to`; by default all. Raise DatabaseTooNew or StoreUnavailable."""
-    _refuse_newer(await version(url, schema=schema))
-    await _run(url, schema, to, up=False)
-
-
 async def take_back(url: str, to: str, *, schema: str = SCHEMA) -> str:
     """Downgrade the database to an older revision, or to `base` (no tables), and return a sentence about what was done.
 
     Raise UsageError if the revision is unknown or newer than the database's, DatabaseInUse if a projector is connected, and the
-    errors of `downgrade`.
+    errors of `upgrade`.
     """
     found = await version(url, schema=schema)
     _refuse_newer(found)
@@ -107,7 +102,7 @@ def _revisions() -> list[str]:
 
 
 async def _writers(url: str) -> int:
-    """Return the number of connections of projectors to the database."""
+    """Return the number of connections to the database that projectors have opened."""
     asked = (
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = $1"
     )
@@ -126,7 +121,9 @@ async def version(url: str, *, schema: str = SCHEMA) -> str | None:
 
 
 async def _runs_with(url: str, schema: str) -> str:
-    """Return the oldest migration with a release that can use the database; "9999" if the database declares none."""
+    """Return the oldest migration that a release must know to use this database.
+
+    Return "9999", which no release knows, if the database does not name one."""
     asked = "SELECT obj_description(to_regclass($1), 'pg_class')"
     async with connected(url, schema) as connection:
         said = str(await connection.fetchval(asked, f'"{schema}".alembic_version'))
@@ -134,7 +131,7 @@ async def _runs_with(url: str, schema: str) -> str:
 
 
 async def place(url: str) -> tuple[int, str] | None:
-    """Return the journal position of a migrated database, and the ce-id of the event at this position.
+    """Return the journal position of a migrated database, and the CloudEvents id of the event at this position.
 
     Return None if no event has been projected yet or the position is lost.
     """
@@ -155,9 +152,9 @@ def _refuse_newer(found: str | None) -> None:
 
 
 async def rename(url: str, name: str) -> None:
-    """Rename the schema of the state store to `name`, so that it is preserved although its journal is lost.
+    """Rename the schema of the state store to `name`, to preserve the store's rows after a loss of the journal.
 
-    Raise StoreUnavailable or StoreRefused.
+    Raise StoreUnavailable if the database cannot be reached, and StoreRefused if the account may not rename the schema.
     """
     async with connected(url) as connection:
         await connection.execute(f'ALTER SCHEMA "{SCHEMA}" RENAME TO "{name}"')
@@ -175,7 +172,7 @@ _OF_THE_SCHEMA = """SELECT '' AS name, privilege_type AS what, rolname AS accoun
 async def copy_grants(connection: Connection, schema: str, to: str) -> None:
     """Copy all grants on the schema `schema` and its tables to the schema `to`.
 
-    A rebuild needs this, because it must not lose grants that an operator has made.
+    A rebuild replaces the schema by a new one, and must not lose grants that an operator has made.
     """
     found = [*await connection.fetch(_OF_THE_SCHEMA, schema), *await connection.fetch(_OF_TABLES, schema, to)]
     for row in found:
@@ -195,7 +192,10 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     late: asyncio.TimerHandle | None = None
 
     async def connect() -> Connection:
-        """Connect, and terminate the connection after `WITHIN_S`, because a server that hangs would block even the rollback."""
+        """Connect, and terminate the connection after `WITHIN_S` seconds.
+
+        Without the limit, a server that hangs would block the migration, and even its rollback.
+        """
         nonlocal late
         connection = await asyncpg.connect(plain(url), timeout=CONNECT_S, server_settings=settings)
         late = asyncio.get_running_loop().call_later(WITHIN_S, connection.terminate)
@@ -207,9 +207,8 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
             there = await connection.execute(text("SELECT to_regnamespace(:name)"), {"name": f'"{schema}"'})
             aside = up and await _set_aside(connection, schema)
-            if (
-                there.scalar() is None or aside
-            ):  # only if it is missing, because the account may lack the right to create it
+            # only if it is missing, because the account may lack the right to create it
+            if there.scalar() is None or aside:
                 await connection.execute(text(f'CREATE SCHEMA "{schema}"'))
             await connection.run_sync(_alembic, schema, to, up)
             if aside:
@@ -231,7 +230,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
 async def _set_aside(connection: Transaction, schema: str) -> bool:
     """Rename the schema if it has events but no migration version, and return whether it was renamed.
 
-    The tables are then rebuilt from the journal, and the next rebuild drops the renamed schema.
+    The projector then fills new tables from the journal. The next `holdfast replay rebuild` drops the renamed schema.
     """
     from sqlalchemy import text
 
@@ -257,7 +256,7 @@ async def _own_grants(connection: Transaction, schema: str) -> list[str]:
 
 
 def _translate(url: str, error: Exception, why: str) -> None:
-    """Raise the HoldfastError that corresponds to an error of the driver. Return if `error` is not an expected one."""
+    """Raise the HoldfastError that corresponds to an error of the driver. Return if no HoldfastError corresponds to `error`."""
     cause = getattr(getattr(error, "orig", None), "__cause__", None) or error
     for kinds, said in ((READ_ONLY, StoreReadOnly), (LOGIN, StoreLogin)):
         if isinstance(cause, kinds):
@@ -285,8 +284,8 @@ def _alembic(connection: object, schema: str, to: str, up: bool) -> None:
 def main(environment: Mapping[str, str]) -> int:
     """Migrate the database at HOLDFAST_DATABASE_URL (`python -m controller.adapters.postgres.migrate`).
 
-    Print the database's position on the journal as JSON, which the process that starts a fleet compares with the journal. Return
-    the exit code.
+    Print the database's position on the journal as JSON. The process that starts a fleet compares this position with the journal.
+    Return the exit code.
     """
     url = environment.get("HOLDFAST_DATABASE_URL")
     if not url:

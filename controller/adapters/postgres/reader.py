@@ -6,7 +6,7 @@ The module imports the database driver but not SQLAlchemy, so that a frontend st
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, Unpack
 
 import asyncpg
 import msgspec
@@ -29,7 +29,10 @@ _ROWS_OF = {  # for each table of history: the event kinds that create its rows,
 
 
 def _lacks(table: str) -> str:
-    """Return an SQL condition that is true if `table` lacks the row of the first or last event of one of its kinds."""
+    """Return an SQL condition that is true if `table` lacks a row that it must have.
+
+    For each kind of event that adds rows to the table, the rows of the first and the last event must exist.
+    """
     kinds, key = _ROWS_OF[table]
     ends = " UNION ALL ".join(
         f"(SELECT {key} FROM fleet_events WHERE kind = '{kind}' ORDER BY seq {order} LIMIT 1)"
@@ -44,18 +47,6 @@ def _lacks(table: str) -> str:
 _LOOK = f"""SELECT NOT EXISTS (SELECT FROM projection WHERE name = 'fleet') AS projection,
     {", ".join(f"{_lacks(table)} AS {table}" for table in _ROWS_OF)},
     (SELECT coalesce(min(seq), 0) FROM fleet_events) AS first, (SELECT coalesce(max(seq), 0) FROM fleet_events) AS last"""
-
-
-async def look(connection: Connection) -> StoreLook:
-    """Check the store for lost rows with a few index look-ups, and return the result.
-
-    Each table of history must have the rows of the oldest and the newest kept event of its kinds. A truncated table, or a table
-    from an older backup, lacks one of the two. This check does not find rows that are missing in between, but
-    `holdfast replay verify` does.
-    """
-    row = await connection.fetchrow(_LOOK)
-    lost = tuple(table for table in ("projection", *_ROWS_OF) if row[table])
-    return StoreLook(lost, row["first"], row["last"])
 
 
 SELECT_BATCH = 1_000
@@ -102,20 +93,27 @@ class RowReader:
             return await read_position(connection)
 
     async def look(self) -> StoreLook:
-        """Check the store for lost rows, as the function `look` does, and return the result."""
+        """Check the store for lost rows with a few queries that use the database's indexes, and return the result.
+
+        A table of history must have the rows of the oldest and the newest stored event of each kind that it records. A
+        truncated table, or a table from an older backup, lacks one of the two rows. This check does not find rows that are
+        missing in between, but `holdfast replay verify` does.
+        """
         async with self._reader.use() as connection:
-            return await look(connection)
+            row = await connection.fetchrow(_LOOK)
+        lost = tuple(table for table in ("projection", *_ROWS_OF) if row[table])
+        return StoreLook(lost, row["first"], row["last"])
 
     async def load(self) -> Snapshot | None:
         """Return the newest snapshot that this version's deciders can read; None if there is none."""
         return await self._newest("")
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:
-        """Return the newest snapshot of a state without events after the stream sequence `seq`; None if there is none."""
+        """Return the newest snapshot that includes no event after the stream sequence `seq`; None if there is none."""
         return await self._newest(" AND reach <= $3", seq)
 
     async def snapshot_at(self, when: datetime) -> Snapshot | None:
-        """Return the newest snapshot of a state without events after the time `when`; None if there is none."""
+        """Return the newest snapshot that includes no event later than the time `when`; None if there is none."""
         return await self._newest(" AND at <= $3", when)
 
     async def _newest(self, condition: str, *arguments: object) -> Snapshot | None:
@@ -138,16 +136,19 @@ class RowReader:
             return await _reading(connection, {**_all(projection.STATE), "incidents": _OPEN})
 
     async def decided_at(self, numbers: Sequence[int]) -> Mapping[int, datetime]:
-        """Return the times at which the journal stored these decisions, by decision number. Raise StoreUnavailable.
+        """Return the times at which the journal stored these decisions, by decision number.
 
-        Decisions that the store does not have are left out.
+        Decisions that the store does not have are left out. Raise StoreUnavailable if the database cannot be reached.
         """
         async with self._reader.use() as connection:
             rows = await connection.fetch(_DECIDED_AT, [*numbers])
         return {row["number"]: row["at"] for row in rows}
 
     async def ended_incidents(self, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Return the rows of the `limit` incidents that ended last, latest first. Raise StoreUnavailable."""
+        """Return the rows of the `limit` incidents that ended last, latest first.
+
+        Raise StoreUnavailable if the database cannot be reached.
+        """
         async with self._reader.use() as connection:
             return [dict(row) for row in await connection.fetch(_ENDED, limit)]
 
@@ -160,8 +161,9 @@ class RowReader:
     async def read_planning(self, after: int, since: datetime, limit: int) -> PlanningRead:
         """Return the planner's input as of one instant.
 
-        The input contains the workers, at most `limit` events that planning depends on, and the latest event of some kinds per
-        model. The events have a stream sequence above `after` and are not older than `since`.
+        The input contains the workers, at most `limit` events of the kinds PLANNED_BY, and the latest event of each model for
+        each of the kinds LATEST. The events of the kinds PLANNED_BY have a stream sequence above `after` and are not older
+        than `since`. The latest events may be older.
         """
         async with self._reader.use() as connection, _frozen(connection):
             read = await _reading(connection, {"workers": "SELECT * FROM workers"})
@@ -173,7 +175,7 @@ class RowReader:
         )
 
     async def locate(self, reference: str) -> int | None:
-        """Return the stream sequence of an event, given its ce-id or `decision:N`; None if the store does not have it."""
+        """Return the stream sequence of an event, given its CloudEvents id or `decision:N`; None if it is not stored."""
         number = reference.removeprefix("decision:")
         by_number = number != reference and number.isdigit()
         column, key = ("number", int(number)) if by_number else ("id", reference)
@@ -183,22 +185,15 @@ class RowReader:
             )
             return found
 
-    async def select(
-        self,
-        *,
-        after: int = 0,
-        since: datetime | None = None,
-        worker: str | None = None,
-        incident: str | None = None,
-        request: str | None = None,
-    ) -> AsyncIterator[Sequence[Recorded]]:
+    async def select(self, **wanted: Unpack[projection.EventFilter]) -> AsyncIterator[Sequence[Recorded]]:
         """Yield the events that match all given conditions, in order, in lists of up to 1,000 events."""
         tests = {
-            _CONCERNS: worker,
-            "incident = ${0}": incident,
-            "at >= ${0}": since,
-            "request = ${0}": request,
+            _CONCERNS: wanted.get("worker"),
+            "incident = ${0}": wanted.get("incident"),
+            "at >= ${0}": wanted.get("since"),
+            "request = ${0}": wanted.get("request"),
         }
+        after = wanted.get("after", 0)
         given = [(test, value) for test, value in tests.items() if value is not None]
         where = "".join(f" AND {test.format(n)}" for n, (test, _) in enumerate(given, start=2))
         query = f"{_EVENTS} WHERE seq > $1{where} ORDER BY seq LIMIT {SELECT_BATCH}"
@@ -224,7 +219,7 @@ class PostgresSnapshot:
         self._connection = connection
 
     async def locate(self, id: str) -> int | None:
-        """Return the stream sequence of the event with this ce-id; None if the store does not have the event."""
+        """Return the stream sequence of the event with this CloudEvents id; None if the store does not have the event."""
         found: int | None = await self._connection.fetchval("SELECT seq FROM fleet_events WHERE id = $1", id)
         return found
 

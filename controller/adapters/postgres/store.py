@@ -1,15 +1,14 @@
-"""The state store in Postgres: the fleet's rows, all events, snapshots of the fold, and the position.
+"""The state store in Postgres: rows of the fleet's state, all events, snapshots and a position.
 
-A batch of events is written only if the store's position is exactly the start of the batch. So each event is projected once,
-even if a projector is killed or two projectors run.
+The position is that of the last projected event on the journal. A batch of events is written only if the position is exactly the
+start of the batch. So each event is projected once, even if a projector is killed or two projectors run.
 
-The projector's connection does not wait for the disk (`synchronous_commit = off`). A crash may lose the last transactions, each
-as a whole with its rows and its position. Their events are then projected again from the journal.
+The projector's connection does not wait for the disk (`synchronous_commit = off`). A crash may lose the last transactions, but
+each transaction is lost as a whole, with its rows and its position. Their events are then projected again from the journal.
 """
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import asyncpg
 import structlog
@@ -17,13 +16,11 @@ import structlog
 from controller.adapters.postgres.audit_helper import AuditHelper, HelperPolicy
 from controller.adapters.postgres.link import SCHEMA, WRITES, Connection, Link
 from controller.adapters.postgres.reader import RowReader, read_position
+from controller.adapters.postgres.writer import Writer
 from controller.deciders.fleet import Fleet
 from controller.ports import CatchUp, ReadPosition, Snapshot, StoreLook
 from events.errors import HoldfastError
 from events.fact import Recorded
-
-if TYPE_CHECKING:
-    from controller.adapters.postgres.writer import Writer
 
 DROPS_MAX = 8  # attempts to drop a schema; Postgres takes a second to detect a deadlock
 DROP_WAIT_S = 0.05
@@ -49,34 +46,23 @@ class PostgresStore(RowReader):
         self._help_policy = help_policy
         self._helper = AuditHelper(url, schema, help_policy) if helped and help_policy.possible() else None
         self._link = Link(url, schema, {"synchronous_commit": "off", "application_name": WRITES})
-        self._writer: Writer | None = None
+        self._writer = Writer(self._link, snapshot_every)
 
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         """Write the changes of a batch of events in one transaction.
 
-        `shown` is the fleet after the batch, and `settled` the state after the last decision. Raise AnotherProjector if the store
-        is not at the stream sequence `after`, and StoreUnavailable.
+        If a helper process writes the audit rows, it does so in its own transactions. `shown` is the fleet after the batch, and
+        `settled` the state after the last decision. Raise AnotherProjector if the store is not at the stream sequence `after`,
+        and StoreUnavailable if the database cannot be reached.
         """
         helped = self._helper is not None and await self._helper.write(events)
-        await self.prepare().project(events, shown, settled, after, audit=not helped)
+        await self._writer.project(events, shown, settled, after, audit=not helped)
 
     async def look(self) -> StoreLook:
-        """Check the store for lost rows and return the result. Missing rows of the fleet's state are written again."""
+        """Check the store for lost rows and return the result. The next batch writes missing rows of the fleet's state again."""
         await self.complete()
-        if self._writer is not None:
-            await self._writer.recount()
+        await self._writer.recount()
         return await super().look()
-
-    def prepare(self) -> "Writer":
-        """Load the modules that `project` needs before the first events arrive.
-
-        The import of SQLAlchemy takes 0.2 s, for which only a projecting process should wait.
-        """
-        if self._writer is None:
-            from controller.adapters.postgres.writer import Writer
-
-            self._writer = Writer(self._link, self._snapshot_every)
-        return self._writer
 
     # --- rebuilding in a second schema ------------------------------------------------------------------------------
 
@@ -109,8 +95,8 @@ class PostgresStore(RowReader):
         """Replace this store's schema by the schema of `fresh`, in one transaction.
 
         A running projector waits for the transaction, so the position stays fixed while `catch_up` brings the fresh store up to
-        it. Readers do not wait. Afterwards the projector finds the new tables under the old name. If `carry` is true, history
-        that the journal no longer has is copied to the fresh store.
+        this position. Readers do not wait. Afterwards the projector finds the new tables under the old name. If `carry` is true,
+        history that the journal no longer has is copied to the fresh store.
         """
         old = f"{self.schema}_old"
         async with self._reader.use() as connection, connection.transaction():
@@ -137,7 +123,10 @@ class PostgresStore(RowReader):
         return self._helper.pid if self._helper is not None else None
 
     async def complete(self) -> None:
-        """Wait until the helper process has written all events that were projected. Raise AuditFailed."""
+        """Wait until the helper process has written the audit rows of all projected events.
+
+        Raise AuditFailed if the helper has ended or hangs.
+        """
         if self._helper is not None:
             await self._helper.flush()
 
@@ -152,7 +141,7 @@ class PostgresStore(RowReader):
 async def _carry(connection: Connection, old: str, fresh: str) -> None:
     """Copy the history that the schema `fresh` lacks from the schema `old`.
 
-    That is the rows of events before the first event of `fresh`, and incidents that `fresh` does not have.
+    Two kinds of rows are copied: those of events before the first event of `fresh`, and those of incidents that `fresh` lacks.
     """
     first = f'(SELECT coalesce(min(seq), 0) FROM "{fresh}".fleet_events)'
     for table in ("migrations", "exposures", "fleet_events"):
@@ -165,7 +154,7 @@ async def _carry(connection: Connection, old: str, fresh: str) -> None:
 
 
 async def _drop(connection: Connection, schema: str) -> None:
-    """Drop a schema. Try again after a deadlock with statements that began on its tables before a swap."""
+    """Drop a schema. Statements that began before a swap may still use its tables: after a deadlock, try again."""
     for attempt in range(1, DROPS_MAX + 1):
         try:
             await connection.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')

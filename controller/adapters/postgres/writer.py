@@ -6,10 +6,7 @@ from functools import cache
 
 import asyncpg
 import structlog
-from sqlalchemy import Table
-from sqlalchemy.dialects import postgresql
 
-from controller.adapters.postgres import tables
 from controller.adapters.postgres.audit_helper import Repeated, copy
 from controller.adapters.postgres.link import Connection, Link
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
@@ -19,19 +16,36 @@ from controller.read_model import snapshot as fleet_codec
 from events import codec
 from events.fact import Decision, Recorded
 
-STATE = tuple(table.name for table in tables.STATE)
 Rows = Sequence[projection.Row]
-_dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    **projection.COLUMNS,
+    "fleet_events": projection.EVENT_COLUMNS,
+    "snapshots": (
+        "reach", "at", "through", "decided", "number", "deciders_version", "codec_version", "fleet", "sources",
+    ),
+}  # fmt: skip
+"""The columns of each table, in order. The migrations create the tables, and a test compares the two."""
+_TYPES = {
+    "bigint": (
+        "decided", "first", "last", "number", "opened_by", "pid", "reach", "seq", "source_number", "through", "tokens",
+    ),
+    "integer": ("attempt", "codec_version", "deciders_version", "failures", "trials_failed"),
+    "smallint": ("health_value", "level", "position_value"),
+    "double precision": ("capacity_rps", "gap_ms", "ratio", "weight"),
+    "boolean": ("agreed", "exact", "finished", "routable", "spare"),
+    "timestamp with time zone": (
+        "at", "closed_at", "deadline", "drain_deadline", "opened_at", "retry_at", "said_at", "since", "until",
+    ),
+    "jsonb": ("body", "golden", "joined", "knobs", "last_canary", "sources"),
+    "bytea": ("fleet",),
+}  # fmt: skip
+TYPE_OF = {column: kind for kind, columns in _TYPES.items() for column in columns}
+"""The type of each column that is not text. A column has the same type in all tables."""
 _STILL = "EXISTS (SELECT FROM moved)"
 _MOVE = """moved AS (UPDATE projection SET shown_seq = $2, shown_id = $3, shown_at = $4, through = $5, decided = $6,
     number = $7, deciders_version = $8, written_at = clock_timestamp()
     WHERE name = 'fleet' AND shown_seq = $1 RETURNING 1)"""
 _MOVE_PARAMETERS = 8
-
-
-def columns(table: Table) -> tuple[str, ...]:
-    """Return the column names of a table, in order."""
-    return tuple(column.name for column in table.columns)
 
 
 def build(move: Sequence[object], writes: Mapping[str, Rows]) -> tuple[str, list[object]]:
@@ -58,67 +72,65 @@ def build(move: Sequence[object], writes: Mapping[str, Rows]) -> tuple[str, list
 def _text(parts: tuple[str, ...]) -> str:
     place, pieces = _MOVE_PARAMETERS, [_MOVE]
     for part in parts:
-        verb, _, name = part.rpartition(" ")
-        table = tables.metadata.tables[name]
+        verb, _, table = part.rpartition(" ")
         names = _names(verb, table)
-        arrays = ", ".join(f"${place + n}::{_array(table, c)}" for n, c in enumerate(names, start=1))
+        arrays = ", ".join(f"${place + n}::{TYPE_OF.get(c, 'text')}[]" for n, c in enumerate(names, start=1))
         place += len(names)
         pieces.append(f"{part.replace(' ', '_')}_ AS ({_PARTS.get(verb, _upsert)(table, names, arrays)})")
     return f"WITH {', '.join(pieces)} SELECT count(*) FROM moved"
 
 
-def _names(verb: str, table: Table) -> tuple[str, ...]:
-    if verb == "delete":
-        return tuple(column.name for column in table.primary_key)
+def _names(verb: str, table: str) -> tuple[str, ...]:
     if verb == "close":
         return ("incident", "closed_at", "outcome")
-    return columns(table)
+    return _keys(table) if verb == "delete" else COLUMNS[table]
 
 
-def _array(table: Table, column: str) -> str:
-    return f"{table.c[column].type.compile(_dialect)}[]"
+def _keys(table: str) -> tuple[str, ...]:
+    return COLUMNS[table][: projection.KEYS.get(table, 1)]
 
 
 def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _insert(table: Table, names: tuple[str, ...], arrays: str, on_conflict: str) -> str:
+def _insert(table: str, names: tuple[str, ...], arrays: str, on_conflict: str) -> str:
     return (
-        f"INSERT INTO {table.name} ({_quoted(names)}) SELECT * FROM unnest({arrays}) WHERE {_STILL} "
+        f"INSERT INTO {table} ({_quoted(names)}) SELECT * FROM unnest({arrays}) WHERE {_STILL} "
         f"ON CONFLICT {on_conflict}"
     )
 
 
-def _upsert(table: Table, names: tuple[str, ...], arrays: str) -> str:
-    keys = [column.name for column in table.primary_key]
+def _upsert(table: str, names: tuple[str, ...], arrays: str) -> str:
+    keys = _keys(table)
     changes = ", ".join(f'"{n}" = excluded."{n}"' for n in names if n not in keys)
     return _insert(table, names, arrays, f"({_quoted(keys)}) DO UPDATE SET {changes}")
 
 
-def _append(table: Table, names: tuple[str, ...], arrays: str) -> str:
-    """Return an INSERT that skips rows that the table already has, so that a repeated event is stored once."""
-    unique = "reach" if table is tables.snapshots else "incident" if table is tables.incidents else "id"
+def _append(table: str, names: tuple[str, ...], arrays: str) -> str:
+    """Return an INSERT that skips rows that the table already has, so that a repeated event is stored once.
+
+    `names` are the columns, and `arrays` is the SQL text of the parameters: one array per column.
+    """
+    unique = {"snapshots": "reach", "incidents": "incident"}.get(table, "id")
     return _insert(table, names, arrays, f"({unique}) DO NOTHING")
 
 
-def _delete(table: Table, names: tuple[str, ...], arrays: str) -> str:
-    return (
-        f"DELETE FROM {table.name} WHERE ({_quoted(names)}) IN (SELECT * FROM unnest({arrays})) AND {_STILL}"
-    )
+def _delete(table: str, names: tuple[str, ...], arrays: str) -> str:
+    return f"DELETE FROM {table} WHERE ({_quoted(names)}) IN (SELECT * FROM unnest({arrays})) AND {_STILL}"
 
 
-def _close(table: Table, names: tuple[str, ...], arrays: str) -> str:
+def _close(table: str, names: tuple[str, ...], arrays: str) -> str:
     return (
-        f"UPDATE {table.name} SET closed_at = v.closed_at, outcome = v.outcome "
-        f"FROM unnest({arrays}) AS v({_quoted(names)}) WHERE {table.name}.incident = v.incident AND {_STILL}"
+        f"UPDATE {table} SET closed_at = v.closed_at, outcome = v.outcome "
+        f"FROM unnest({arrays}) AS v({_quoted(names)}) WHERE {table}.incident = v.incident AND {_STILL}"
     )
 
 
 _PARTS = {"append": _append, "delete": _delete, "close": _close}
 
 
-_COUNT = f"SELECT {', '.join(f'(SELECT count(*) FROM {name}) AS {name}' for name in STATE)}"
+_COUNT = f"SELECT {', '.join(f'(SELECT count(*) FROM {name}) AS {name}' for name in projection.STATE)}"
 _KEPT = "SELECT coalesce(max(reach), 0) FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
 COPY_FROM = 512  # number of events from which COPY is faster than a statement with arrays
 
@@ -126,7 +138,7 @@ log = structlog.get_logger(__name__)
 
 
 class Writer:
-    """Writes batches of events to the store. The writer remembers the written fleet, so that it writes only changed rows."""
+    """Writes batches of events to the store. The writer remembers the fleet that it wrote last, and writes only changed rows."""
 
     def __init__(self, link: Link, snapshot_every: int) -> None:
         self._link = link
@@ -147,15 +159,7 @@ class Writer:
         store is not at the stream sequence `after`.
         """
         last, position, before = events[-1], settled.position, self._written
-        move = (
-            after,
-            last.seq,
-            last.id,
-            last.at,
-            position.through,
-            position.decided,
-            position.number,
-        )
+        move = (after, last.seq, last.id, last.at, position.through, position.decided, position.number)
         writes: dict[str, Rows] = {**projection.changes(before, shown), **projection.history(events)}
         self._written = None  # unknown until the write has succeeded
         snapshot = writes["append snapshots"] = await self._due(events, settled)
@@ -166,9 +170,10 @@ class Writer:
             self._kept = position.decided
 
     async def recount(self) -> None:
-        """Count the rows of the fleet's state. If some are missing, write all of them with the next batch.
+        """Compare the number of stored rows of the fleet's state with the expected number.
 
-        Rows can be missing if the database was changed by hand.
+        If the numbers differ, for example after a change of the database by hand, write all rows of the fleet's state with the
+        next batch.
         """
         async with self._link.use() as connection:
             if self._written is None:
@@ -180,7 +185,7 @@ class Writer:
                 self._written = None
 
     async def _due(self, events: Sequence[Recorded], settled: Snapshot) -> Rows:
-        """Return the row of a snapshot if one is due; otherwise empty."""
+        """Return one row with a snapshot if a snapshot is due; otherwise no row."""
         last = next((e for e in reversed(events) if isinstance(e.fact, Decision)), None)
         self._decided = (last.seq, last.at) if last else self._decided
         if self._kept is None:
@@ -203,9 +208,8 @@ class Writer:
             try:
                 return await self._transaction(move, writes, whole, audit)
             except Repeated:
-                return await self._transaction(
-                    move, everything, whole
-                )  # unlike COPY, this skips existing rows
+                # unlike COPY, this skips existing rows
+                return await self._transaction(move, everything, whole)
         if whole:
             return await self._transaction(move, everything, whole)
         async with self._link.use() as connection:
@@ -216,7 +220,7 @@ class Writer:
     ) -> None:
         async with self._link.use() as connection, connection.transaction():
             if whole:
-                for name in STATE:
+                for name in projection.STATE:
                     await connection.execute(f"DELETE FROM {name}")
             await _move(connection, move, writes)
             if copied:

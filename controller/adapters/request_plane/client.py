@@ -31,10 +31,10 @@ class RequestPlaneClient(WorkerLinks):
         dialers: Mapping[str, Dialer] | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """Build a client that has the name `client` for workers.
+        """Build a client that identifies itself to workers as `client`.
 
         `dialers` maps URL schemes to dialers; the TCP dialer is always included. `key` is the fleet key that workers must prove
-        to know; None: no proof is required.
+        to know. If `key` is None, workers need not prove anything.
         """
         super().__init__(client, limits or PlaneLimits(), dialers or {}, key)
         self._numbers = itertools.count(1)  # stream numbers, which are unique over all connections
@@ -44,7 +44,7 @@ class RequestPlaneClient(WorkerLinks):
     def _connection(self, worker: str, instance: str | None = None) -> WorkerConnection | None:
         """Return the live connection to a worker; None if there is none, or if it is to another instance than `instance`.
 
-        Routing a request calls this method for each worker.
+        This method must be fast, because routing a request calls it for each worker.
         """
         link = self.by_worker.get(worker)
         connection = link.connection if link is not None else None
@@ -58,10 +58,11 @@ class RequestPlaneClient(WorkerLinks):
         return connection is not None and not connection.detector.stuck and not connection.draining
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Return whether this worker instance is reachable and has sent a frame as recently as a live instance must.
+        """Return whether this worker instance is reachable and has sent a frame as recently as a live instance does.
 
-        This process reads no frames while its event loop is blocked. Time after the next check of the hang watch is therefore
-        not counted as silence.
+        While the event loop of this process is blocked, it reads no frames, even if workers have sent some. The hang watch
+        checks at regular times, so an overdue check means that the loop was blocked. If the next check is overdue, a worker's
+        silence therefore counts only until the time at which the check was due. In all other cases, it counts until now.
         """
         # `_connection` is inlined here and in `external_load`, which saves 1 % of a request's time
         link = self.by_worker.get(worker)
@@ -74,15 +75,14 @@ class RequestPlaneClient(WorkerLinks):
         ):
             return False
         detector, limits = connection.detector, self._limits
-        if (
-            detector.age_s and detector.stuck
-        ):  # the first test saves time, because a step of age 0 cannot be stuck
+        # the first test saves time, because a step of age 0 cannot be stuck
+        if detector.age_s and detector.stuck:
             return False
         due = detector.heard_at + (limits.lately_busy_s if detector.open_streams else limits.lately_s)
         return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due
 
     def why(self, worker: str) -> str:
-        """Return why the last attempt to connect to a worker failed; empty if none has failed since its last connection."""
+        """Return why the last attempt to connect to a worker failed; empty if none has failed since the last connection."""
         link = self.by_worker.get(worker)
         return "" if link is None else link.why
 
@@ -139,9 +139,10 @@ class RequestPlaneClient(WorkerLinks):
         return connection is not None and connection.draining
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, sink: TransferSink) -> int:
-        """Command a worker instance to reserve KV blocks for `room` tokens of a request that will arrive with its KV cache.
+        """Command a worker instance to reserve KV blocks for `room` tokens of a request.
 
-        Return the number of the new stream. Raise WorkerUnreachable if the instance is not connected.
+        The request moves to this instance together with its KV cache. Return the number of the new stream. Raise
+        WorkerUnreachable if the instance is not connected or does not read its input, or if the request is too large.
         """
         stream = next(self._numbers)
         self._connected_to(worker, instance).reserve(stream, request, room, sink)
@@ -150,13 +151,13 @@ class RequestPlaneClient(WorkerLinks):
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, sink: TransferSink) -> None:
         """Command the worker `source` to send a stream's KV cache to the target that has reserved blocks (`offer`).
 
-        Raise WorkerUnreachable if the source is not connected.
+        Raise WorkerUnreachable if the source is not connected or does not read its input, or if the stream has ended.
         """
         connection = self._connected_to(source.worker, source.instance)
         connection.ship(stream, offer.grants, sink)
 
     def stay(self, worker: str, stream: int) -> None:
-        """Command a worker to abort a stream's shipment and continue decoding the stream. Unknown streams are ignored."""
+        """Command a worker to abort the transfer of a stream's KV cache and continue decoding. Unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.stay(stream)
@@ -168,9 +169,9 @@ class RequestPlaneClient(WorkerLinks):
             connection.adopt(stream, sink)
 
     async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Send a request and yield the chunks of its answer, up to the one that finishes it. Raise WorkerUnreachable.
+        """Send a request and yield the chunks of its answer, including the final one.
 
-        The caller sets the deadline.
+        The caller sets the deadline. Raise WorkerUnreachable if the worker cannot be reached or its connection breaks.
         """
         link = await self.awaited(worker)
         reader = StreamReader(self._limits.ask_chunks_max)
@@ -185,7 +186,11 @@ class RequestPlaneClient(WorkerLinks):
             self.cancel(worker, stream)
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return how the worker's engine serves other requests, as defined by `Prober.others_work`; "" if not connected."""
+        """Return whether the engine serves other requests "before" one of this client or "beside" (together with) it.
+
+        "" if unknown, or without a connection. `own_tokens` is the number of tokens of the client's request, and `begun` is true
+        if its answer has begun. See `Prober.others_work`.
+        """
         connection = self._connection(worker)
         return "" if connection is None else connection.others_work(own_tokens, begun=begun)
 
@@ -216,15 +221,16 @@ class ProbePlanes:
             for plane in filter(None, (self.marked, self.unmarked)):
                 group.create_task(plane.run())
 
-    def want(self, addresses: Mapping[str, Address]) -> None:
+    def set_workers(self, addresses: Mapping[str, Address]) -> None:
         """Set the workers to connect to, with their addresses. Connections to all other workers are closed."""
         for plane in filter(None, (self.marked, self.unmarked)):
-            plane.want(addresses)
+            plane.set_workers(addresses)
 
     async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Send a canary and yield the chunks of its answer, up to the one that finishes it. Raise WorkerUnreachable.
+        """Send a canary and yield the chunks of its answer, including the final one.
 
         An unmarked canary is sent as a marked one if the worker does not support unmarked ones. The caller sets the deadline.
+        Raise WorkerUnreachable if the worker cannot be reached or its connection breaks.
         """
         plane = self.unmarked
         if request.canary or plane is None or not self._alike(plane, worker):
@@ -244,7 +250,11 @@ class ProbePlanes:
                 del self._asked[worker]
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return how the worker's engine serves other requests, as defined by `Prober.others_work`."""
+        """Return whether the engine serves other requests "before" the canary or "beside" (together with) it.
+
+        "" if unknown. `own_tokens` is the number of tokens of the canary, and `begun` is true if its answer has begun. See
+        `Prober.others_work`.
+        """
         plane = self.unmarked if self.unmarked is not None and self._asked[worker] else self.marked
         return plane.others_work(worker, own_tokens, begun=begun)
 

@@ -1,7 +1,7 @@
 """One connection to one worker: sends and receives frames, and passes streams' output to their sinks.
 
 This is the hottest path of a frontend. When bytes arrive, the output is therefore passed directly to the sink of each stream,
-without a queue or a task per token. All engine steps of one read become one chunk per stream. The cost per token therefore falls
+without a queue or a task per token. Engine steps that are read together become one chunk per stream, so the cost per token falls
 when more steps arrive at once.
 """
 
@@ -21,14 +21,11 @@ from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUn
 from events import wire
 from events.fleet_key import FleetKey, FrontendHandshake, UnknownPeer
 from events.intrusion.reported_load import impossible_beat
-from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
+from events.intrusion.send_budget import TrafficBudget, TrafficLimit, traffic
 from events.wire import Beat, Load
 
-FRAMES = TrafficLimit(
-    # an engine step is one frame, and steps within one millisecond are sent together
-    messages=Rate(per_s=20_000.0, burst=100_000.0),
-    size=Rate(per_s=64 * 1024 * 1024.0, burst=512 * 1024 * 1024.0),  # 256 answers with 20 logprobs: 6 MB/s
-)
+# An engine step is one frame, and steps within one millisecond are sent together. 256 answers with 20 logprobs: 6 MB/s.
+FRAMES = traffic(per_s=20_000.0, burst=100_000.0, mb_per_s=64.0, mb_burst=512.0)
 SHARE = 0.01  # the budget is checked each time this share of a burst has arrived
 WRITE_BYTES_MAX = 8 * 1024 * 1024  # requests queued towards a worker that does not read
 BROKEN = "Stream ended before generation completed"
@@ -38,22 +35,21 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ReportedLoad:
-    """The load in a worker's last beat, and the part of that load that other clients cause."""
+    """The load in a worker's last beat (its periodic frame), and the part of this load that comes from other clients."""
 
     total: Load = field(default_factory=Load)
     by_rank: Sequence[Load] = ()  # load of each DP rank; empty before the first beat
     external: Load = field(default_factory=Load)  # load caused by other clients' requests
-    external_by_rank: Sequence[
-        Load
-    ] = ()  # `external` for each DP rank; empty if the worker does not report ranks
-    ranks: dict[int, int] = field(
-        default_factory=dict
-    )  # DP rank of each stream and reservation of this client, if it is not 0
+    # `external` for each DP rank; empty if the worker does not report ranks
+    external_by_rank: Sequence[Load] = ()
+    # DP rank of each stream and reservation of this client, if it is not 0
+    ranks: dict[int, int] = field(default_factory=dict)
 
     def take(self, beat: Beat, own: int, streams: Collection[int], reserved: Collection[int]) -> None:
-        """Record the load in a beat, and drop the ranks of streams that have ended.
+        """Record the load in a beat (a worker's periodic frame), and drop the stored DP ranks of streams that have ended.
 
-        `own` is the number of this client's open requests. `streams` and `reserved` are its streams and reservations.
+        `own` is the number of this client's open requests. `streams` and `reserved` are the numbers of this client's streams and
+        reservations.
         """
         self.total = beat.load
         self.by_rank = beat.ranks or (beat.load,)
@@ -69,7 +65,7 @@ class ReportedLoad:
 def without(load: Load, own: int) -> Load:
     """Return a load without canaries and without `own` requests of this client.
 
-    The number of tokens is estimated as if all requests had the same number.
+    The number of tokens is an estimate, which assumes that all requests have equally many tokens.
     """
     whole = load.running + load.waiting - load.canaries
     others = max(0, whole - own)
@@ -80,8 +76,9 @@ def without(load: Load, own: int) -> Load:
 class FrameBudget:
     """Limits the traffic that a worker may send on one connection.
 
-    The connection adds to `frames` and `size` (bytes) at each read. It calls `spend` only when one of the two exceeds its step,
-    so that most reads need no call. Once the budget is exceeded, `exceeded` stays true.
+    At each read, the connection adds the number of frames to `frames` and the number of bytes to `size`. The connection calls
+    `spend` only when `frames` exceeds `frames_step` or `size` exceeds `size_step`. These steps are 1 % of the permitted burst, so
+    most reads need no call. Once the budget is exceeded, `exceeded` stays true.
     """
 
     __slots__ = ("_traffic", "exceeded", "frames", "frames_step", "size", "size_step")
@@ -94,7 +91,7 @@ class FrameBudget:
         self.size_step = limit.size.burst * SHARE
 
     def spend(self, now: float) -> str:
-        """Charge the counted traffic to the budget, and reset the counts.
+        """Charge the traffic since the last call to the budget, and reset `frames` and `size`.
 
         Return the reason to close the connection if the budget is exceeded; otherwise empty.
         """
@@ -123,7 +120,7 @@ class StreamReservations:
                 here.declined(frame.stream, frame.reason)
 
     def forget(self, stream: int) -> bool:
-        """Forget the move of a stream. Return whether the stream was only reserved on this worker and not open."""
+        """Forget the move of a stream. Return whether the stream was only reserved on this worker and not yet open there."""
         self.shipping.pop(stream, None)
         return self.reserved.pop(stream, None) is not None
 
@@ -172,13 +169,12 @@ class WorkerConnection(asyncio.Protocol):
     # --- the protocol -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transport is not a subclass of asyncio.Transport
+        # uvloop's transport is not a subclass of asyncio.Transport
+        self._transport = cast(asyncio.Transport, transport)
         self._transport.write(wire.encode(self._handshake.hello(self._frontend)))
 
     def data_received(self, data: bytes) -> None:
-        self.detector.hear(self._loop.time())
+        self.detector.frame_received(self._loop.time())
         chunks: dict[int, wire.Chunk] = {}
         steps = frames = 0
         wrong = ""
@@ -226,7 +222,10 @@ class WorkerConnection(asyncio.Protocol):
     # --- incoming frames ----------------------------------------------------------------------------------
 
     def _handle(self, frame: wire.ToFrontend) -> None:
-        """Handle a frame that is not a step. Raise BadFrame for an invalid frame, UnknownPeer for a failed handshake."""
+        """Handle a frame that has no output of an engine step, such as a Welcome or a beat (a worker's periodic frame).
+
+        Raise BadFrame for an invalid frame, UnknownPeer for a failed handshake.
+        """
         if type(frame) is wire.Beat:
             self._beat(frame)
         elif type(frame) is wire.Welcome:
@@ -252,12 +251,12 @@ class WorkerConnection(asyncio.Protocol):
             self.live, self.instance = self._transport is not None, frame.instance
 
     def _stepped(self, steps: int, chunks: dict[int, wire.Chunk]) -> None:
-        """Handle the chunks of `steps` engine steps that arrived in one read, by stream."""
+        """Handle the output of `steps` engine steps that arrived in one read. `chunks` maps stream numbers to chunks."""
         self.detector.stepped(self._loop.time(), steps)
         self._dispatch(chunks)
 
     def _dispatch(self, chunks: dict[int, wire.Chunk]) -> None:
-        """Pass each chunk to the sink of its stream, then flush these sinks. `chunks` is empty afterwards."""
+        """Pass each chunk to the sink of its stream, and then flush these sinks. Clear `chunks`."""
         touched: list[Sink] = []
         for stream, chunk in chunks.items():
             sink = self._sinks.get(stream)
@@ -285,9 +284,10 @@ class WorkerConnection(asyncio.Protocol):
             self._changed()
 
     def others_work(self, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return how the worker's engine serves other requests, as defined by `Prober.others_work`.
+        """Return whether the engine serves other requests "before" one of this client or "beside" (together with) it.
 
-        If this client has several requests open, each counts as another request for the others.
+        "" if unknown. `own_tokens` is the number of tokens of the client's request, and `begun` is true if its answer has begun.
+        All further requests of this client count as other requests. See `Prober.others_work`.
         """
         load = self.load.total
         if load.running + load.waiting < 2 or not self.detector.gets_on(self._loop.time(), own_tokens):
@@ -307,9 +307,10 @@ class WorkerConnection(asyncio.Protocol):
         return transport
 
     def open(self, stream: int, request: wire.Generate, sink: Sink) -> None:
-        """Send a request as stream number `stream`. `sink` receives the stream's output. Raise WorkerUnreachable.
+        """Send a request as stream number `stream`. `sink` receives the stream's output.
 
-        A request that is too large for a frame is not sent, and its sink receives an error chunk.
+        A request that is too large for a frame is not sent, and its sink receives an error chunk. Raise WorkerUnreachable if the
+        connection is closed or the worker does not read its input.
         """
         transport = self._writable()
         request.stream = stream
@@ -348,7 +349,10 @@ class WorkerConnection(asyncio.Protocol):
     # --- planned moves (a reservation is not an open stream, so the worker need not send frames for it) -------------------
 
     def reserve(self, stream: int, request: wire.Generate, room: int, sink: TransferSink) -> None:
-        """Command the worker to reserve KV blocks for `room` tokens of a request. Raise WorkerUnreachable."""
+        """Command the worker to reserve KV blocks for `room` tokens of a request.
+
+        Raise WorkerUnreachable if the connection is closed, the worker does not read its input, or the request is too large.
+        """
         transport = self._writable()
         request.stream = stream
         frame = wire.encode(wire.Reserve(stream=stream, request=request, room_tokens=room))
@@ -360,7 +364,10 @@ class WorkerConnection(asyncio.Protocol):
         transport.write(frame)
 
     def ship(self, stream: int, grants: list[bytes], sink: TransferSink) -> None:
-        """Command the worker to ship a stream's KV cache to the target that issued `grants`. Raise WorkerUnreachable."""
+        """Command the worker to send a stream's KV cache to the target, which issued `grants` when it reserved KV blocks.
+
+        Raise WorkerUnreachable if the connection is closed, the worker does not read its input, or the stream has ended.
+        """
         transport = self._writable()
         if stream not in self._sinks:
             raise WorkerUnreachable("the stream has ended")
@@ -368,7 +375,7 @@ class WorkerConnection(asyncio.Protocol):
         transport.write(wire.encode(wire.Ship(stream=stream, grants=grants)))
 
     def stay(self, stream: int) -> None:
-        """Command the worker to abort the shipment of a stream and continue decoding it. Unknown streams are ignored."""
+        """Command the worker to abort the transfer of a stream's KV cache and continue decoding. Unknown streams are ignored."""
         if stream in self._sinks:
             self._reservations.forget(stream)
             self._send(wire.Stay(stream=stream))
@@ -389,7 +396,7 @@ class WorkerConnection(asyncio.Protocol):
     # --- end of the connection ----------------------------------------------------------------------------
 
     def lose(self, cause: LostCause, detail: str) -> None:
-        """End every stream and reservation with this cause, and cancel them on the worker if it is still connected."""
+        """End every stream and reservation with this cause. If the worker is connected, cancel them at the worker too."""
         sinks, self._sinks = self._sinks, {}
         sinks |= self._reservations.clear()
         self.detector.open_streams = 0
@@ -399,7 +406,10 @@ class WorkerConnection(asyncio.Protocol):
             sink.lost(cause, detail)
 
     def drop(self, cause: LostCause, reason: str) -> None:
-        """Abort the connection, so that no further requests are sent. Its streams end in `connection_lost` or `lose`."""
+        """Close the connection at once, so that no further requests are sent over it.
+
+        The streams end later, when the caller or `connection_lost` calls `lose`.
+        """
         self._cause, self._reason = cause, reason
         self.live = False
         if self._transport is not None:
@@ -418,7 +428,7 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.close()
 
     def readable(self) -> bool:
-        """Return whether the socket has unread bytes. If it does, this process is late and not the worker."""
+        """Return whether the socket has unread bytes. If so, this process has not read them yet, and the worker is not silent."""
         if self._transport is None:
             return False
         sock = self._transport.get_extra_info("socket")

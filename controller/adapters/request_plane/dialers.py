@@ -1,7 +1,7 @@
 """Opens connections to workers over TCP; the module `nats_dialer` opens them through the broker.
 
-All frames that a busy pass of the event loop sends to one worker are joined into one write. Each write is a system call and
-wakes the worker, so that separate writes would wake the worker for each request.
+All frames that one pass of a busy event loop sends to a worker are joined into one write. A write is a system call and wakes the
+worker. Separate writes would therefore wake the worker for each request.
 """
 
 import asyncio
@@ -22,22 +22,23 @@ class Dialer(Protocol):
     """The interface of a dialer, which opens connections to workers over one kind of transport."""
 
     async def ready(self) -> None:
-        """Wait until connections are possible, for example until the broker is connected. Raise TimeoutError."""
-        ...
+        """Wait until connections are possible, for example until the broker is connected.
+
+        Raise TimeoutError if that takes too long.
+        """
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Connect to `url` and return the connection, which `make` creates. Raise OSError or WorkerUnreachable.
+        """Connect to `url` and return the connection, which `make` creates.
 
-        The caller sets the deadline.
+        The caller sets the deadline. Raise OSError if the connection fails, and WorkerUnreachable for an invalid URL.
         """
-        ...
 
 
 class CoalescingTransport(asyncio.Transport):
     """A transport that joins the writes of one pass of the event loop into one system call, which wakes the worker once.
 
     The order of the writes is kept. At full load with 64 users, five writes to a worker become one system call. If the last pass
-    with writes had only one, the first write of the next pass is sent at once, so that a single write is never delayed.
+    with writes had a single write, the first write of the next pass is sent at once. So at low load, writes are not delayed.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:

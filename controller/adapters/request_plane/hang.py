@@ -1,13 +1,14 @@
 """Detects hung workers, which have open streams but send no frames or make no progress.
 
-    silence      a worker with open streams sends a frame at least every 100 ms from its loop, whatever its
-                 engine does; 400 ms without any mean a hung process or a cut network
-    stuck step   a live loop reports the age of the engine's step; the limit is a multiple of the recent step
-                 time, with a floor, and an allowance for each prompt token of a prefill
+    silence      the event loop of a worker with open streams sends a frame at least every 100 ms, whatever the
+                 engine does; 400 ms without a frame mean a hung process or a cut network
+    stuck step   a live event loop reports the age of the engine's step; the limit is a minimum or a multiple of
+                 the recent step time, whichever is larger, plus an allowance for each prompt token of a prefill
 
 This module only computes with times that its callers pass. Lag is the time for which this process's own event loop did not run
 and so read no frames. The lag is subtracted from every worker's silence before any worker is judged. The recent step time is
-measured between outputs and not taken from the ages in beats, because a stuck step would then raise its own limit.
+measured between outputs. It is not taken from the step ages in beats (the worker's periodic frames), because a stuck step would
+then raise its own limit.
 
 If the event loop of a process with several workers is late, all its workers are silent together. They must not count as hung.
 In this diagram, A, B and C are workers of one process, and each `|` is a frame:
@@ -41,28 +42,26 @@ class HangPolicy:
     step_factor: float = 10.0  # limit of a step as a multiple of the recent step time
     step_floor_s: float = 5.0  # minimum of that limit, because a step can take seconds on a busy CPU
     prefill_s_per_token: float = 0.03  # added to that limit for each prompt token of a prefill
-    all_silent_s: float = (
-        2.0  # if all workers are silent for less than this, this process is assumed to be the cause
-    )
+    # if all workers are silent for less than this, this process is assumed to be the cause
+    all_silent_s: float = 2.0
     step_memory_s_max: float = 10.0  # maximum step time that is recorded
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """Measures the lateness of one worker process from its workers' frames. It has no effect for a single worker."""
+    """Measures the lateness of a worker process: the time by which the frames of all its workers are late together.
+
+    It has no effect for a process with one worker.
+    """
 
     _heard_at: float  # time of the last frame of any of its workers
-    shared: bool = False  # whether more than one worker runs in the process, as set by `house`
+    shared: bool = False  # whether more than one worker runs in the process, as set by `WorkerLinks`
     late_s: float = 0.0  # total time in which a frame of each worker was due and none arrived
     look_due: float = inf  # time of the hang watch's next check; time after it is lag of this process
     _worst_s: float = 0.0  # the longest recent lateness
     _late_at: float = -inf  # time of the longest recent lateness
 
-    def house(self, workers: int) -> None:
-        """Set the number of workers in this worker process."""
-        self.shared = workers > 1
-
-    def hear(self, owed_at: float, now: float) -> None:
+    def frame_received(self, owed_at: float, now: float) -> None:
         """Record a frame that arrived at `now` from a worker of this process and was due at `owed_at`."""
         heard_at = min(now, self.look_due)
         late_s = heard_at - max(owed_at, self._heard_at)
@@ -73,11 +72,11 @@ class Process:
         self._heard_at = now
 
     def excuse(self, lag_s: float, now: float) -> None:
-        """Exclude `lag_s` seconds, in which this process's own event loop did not run, from the silence."""
+        """Subtract `lag_s` seconds from the workers' silence, because the observing process's event loop did not run."""
         self._heard_at = min(now, self._heard_at + lag_s)
 
     def excused_s(self, now: float, most_s: float) -> float:
-        """Return the seconds of the current silence that may be lateness of the whole process, at most `most_s`."""
+        """Return how many seconds of the current silence may be lateness of the whole process, at most `most_s`."""
         if not self.shared:
             return 0.0
         worst_s = self._worst_s if now - self._late_at <= LATE_MEMORY_S else 0.0
@@ -104,17 +103,17 @@ class HangDetector:
         self._late_s = self.process.late_s
 
     def opened(self, now: float) -> None:
-        """Record the opening of a stream. If no other stream is open, the worker's silence counts from now on."""
+        """Record the opening of a stream. If no other stream is open, the worker's silence counts from `now`."""
         if not self.open_streams:
             self.heard_at = max(self.heard_at, now)
             self._late_s = self.process.late_s
             self._stepped_at = None
         self.open_streams += 1
 
-    def hear(self, now: float) -> None:
+    def frame_received(self, now: float) -> None:
         """Record a frame of any kind that arrived at `now`."""
         if self.process.shared:
-            self.process.hear(self.heard_at + (OWED_S if self.open_streams else OWED_IDLE_S), now)
+            self.process.frame_received(self.heard_at + (OWED_S if self.open_streams else OWED_IDLE_S), now)
             self._late_s = self.process.late_s
         self.heard_at = now
 
@@ -132,17 +131,17 @@ class HangDetector:
         self.age_s = 0.0
 
     def beat(self, beat: Beat) -> None:
-        """Record the state of the engine that a beat reports."""
+        """Record the state of the engine that a beat (periodic frame) reports."""
         self.age_s = 0.0 if beat.phase == "idle" else beat.step_age_ms / 1000
         self.phase = beat.phase
         self.prefill_tokens = beat.prefill_tokens
 
     def excuse(self, lag_s: float, now: float) -> None:
-        """Exclude `lag_s` seconds from the silence, because this process's event loop did not run and read no frames."""
+        """Subtract `lag_s` seconds from the silence, because this process's event loop did not run and read no frames."""
         self.heard_at = min(now, self.heard_at + lag_s)
 
     def silent_s(self, now: float) -> float:
-        """Return the seconds since the worker's last frame, without the lateness of its process; 0 if no stream is open."""
+        """Return the seconds since the worker's last frame, minus the lateness of its process; 0 if no stream is open."""
         if not self.open_streams:
             return 0.0
         process = self.process
@@ -157,21 +156,22 @@ class HangDetector:
 
     @property
     def stuck(self) -> bool:
-        """Whether the engine's step is older than its limit, as far as the last beat shows."""
+        """Whether the engine's current step is older than the limit, according to the worker's last beat (periodic frame)."""
         return self.age_s > self.policy.step_floor_s and self.age_s > self.step_limit_s()
 
     def gets_on(self, now: float, own_tokens: int) -> bool:
         """Return whether the engine is known to make progress.
 
-        It makes progress if its step is young. It also does if its step is old but prefills more than `own_tokens` tokens,
-        because the prefill is then not the caller's.
+        False if the worker is silent or its engine's step is stuck. Any other step counts as progress up to the age
+        `policy.step_floor_s`. An older step counts only if it prefills more tokens than `own_tokens`, those of the caller's own
+        request, because it then prefills other requests, too.
         """
         if self.silent_s(now) > self.policy.silence_s or self.stuck:
             return False
         return self.age_s <= self.policy.step_floor_s or self.prefill_tokens > own_tokens
 
     def suspect(self, now: float) -> str:
-        """Return the reason to consider the worker hung at `now`; empty if it is not."""
+        """Return the reason to consider the worker hung at `now`; empty if there is no such reason."""
         if not self.open_streams:
             return ""
         silent = self.silent_s(now)

@@ -1,7 +1,7 @@
 """Opens connections to workers through the broker (`--request-plane nats`).
 
-A channel is a connection through the broker. It differs from a TCP connection in two ways. If the worker no longer listens, the
-broker reports that there is no responder, and requests that the worker has not read count as not sent. All channels of a process
+A channel is a connection through the broker. A channel differs from a TCP connection in two ways. First, if the worker no longer
+listens, the broker reports this, and requests that the worker has not read count as not sent. Second, all channels of a process
 share one socket, which nearly always has unread bytes. `readable` therefore checks whether the bytes that were unread at an
 earlier call have been read.
 """
@@ -57,9 +57,9 @@ class ChannelConnection(WorkerConnection):
         super().connection_lost(exc)
 
     def readable(self) -> bool:
-        """Return whether bytes that were unread at the first call in this silence are still unread.
+        """Return whether this process reads the broker's bytes late, so that the worker must not count as silent.
 
-        If they are, this process is late and not the worker.
+        True if bytes that were unread at the first check of the present silence are still unread.
         """
         if self._channel is None:
             return False
@@ -81,7 +81,10 @@ class NatsDialer:
 
     @classmethod
     async def open(cls, broker: str, name: str, *, wait_s: float = 2.0) -> "NatsDialer":
-        """Connect to the broker under the name `name`. After `wait_s` seconds, continue to try in the background."""
+        """Connect to the broker under the name `name`.
+
+        If the broker is not connected within `wait_s` seconds, the returned dialer continues to connect in the background.
+        """
         return cls(await Channels.open(broker, f"plane:{name}", wait_s=wait_s))
 
     async def ready(self) -> None:
@@ -110,9 +113,9 @@ class NatsDialer:
 
 @asynccontextmanager
 async def dialers(broker: str, name: str) -> AsyncIterator[dict[str, Dialer]]:
-    """Yield the dialer through the broker at the URL `broker`, by URL scheme. Raise BadBrokerUrl.
+    """Yield a mapping with one dialer, which connects through the broker at `broker`, under the URL scheme `nats`.
 
-    If `broker` is empty, the yielded mapping is empty too.
+    If `broker` is empty, the mapping is empty too. Raise BadBrokerUrl if the URL is invalid.
     """
     if not broker:
         yield {}

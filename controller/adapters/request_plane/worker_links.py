@@ -1,8 +1,8 @@
-"""Maintains one connection to each worker of a set, which `want` sets.
+"""Maintains one connection to each of the workers that were passed to `set_workers`.
 
-    want({worker: address}) ── dial ── Hello/Welcome ── live ── broken or hung ──▶ streams notified at once
-                                 ▲                                  │
-                                 └──── backoff, jittered ◀──────────┘
+    set_workers({worker: address}) ── dial ── Hello/Welcome ── live ── broken or hung ──▶ streams notified at once
+                                        ▲                                  │
+                                        └──── backoff, jittered ◀──────────┘
 
 TCP connections do not need the broker or the database. While both are down, connections stay open, and broken ones are
 reopened.
@@ -36,9 +36,10 @@ log = structlog.get_logger(__name__)
 class HangWatch:
     """Checks the live connections twenty times a second, and ends the streams of hung workers.
 
-    The module `hang` judges a single worker. The watch adds three checks, so that no worker is blamed for a fault of this
-    process. It excludes the time for which this process's event loop did not run. It reads the sockets first. If all workers are
-    silent at once, it waits up to `all_silent_s` before it considers them hung.
+    The module `hang` judges a single worker. The watch adds three measures, so that no worker is blamed for a fault of this
+    process. First, time for which this process's event loop did not run does not count as a worker's silence. Second, the watch
+    reads the sockets before it judges a worker. Third, if all workers are silent at once, the watch waits up to `all_silent_s`
+    before it considers them hung.
     """
 
     policy: HangPolicy
@@ -73,7 +74,7 @@ class HangWatch:
                 self._all_silent_since = None
 
     def _excuse(self, lag_s: float, now: float) -> None:
-        """Exclude `lag_s` seconds, in which this process's event loop did not run, from every worker's silence."""
+        """Subtract `lag_s` seconds from every worker's silence, because this process's event loop did not run."""
         for process in self.processes():
             process.excuse(lag_s, now)
         for connection in self.connections().values():
@@ -92,13 +93,11 @@ class HangWatch:
             worker = next((name for name, one in connections.items() if one is connection), "?")
             log.warning("worker_hung", worker=worker, why=why, streams=connection.detector.open_streams)
             if connection.detector.silent_s(now) > policy.silence_s:
-                connection.drop(
-                    "stalled", why
-                )  # drops all hung workers before any stream is routed to another worker
+                # drops all hung workers before any stream is routed to another worker
+                connection.drop("stalled", why)
         for connection, why in guilty:
-            connection.lose(
-                "stalled", why
-            )  # if only the engine is stuck, the connection stays and beats show its progress
+            # if only the engine is stuck, the connection stays and beats show its progress
+            connection.lose("stalled", why)
         self.changed()
 
 
@@ -158,7 +157,7 @@ class PlaneLimits:
 
 @dataclass(slots=True)
 class WorkerLink:
-    """The connection to one worker instance that is maintained, and its state."""
+    """The maintained connection to one worker instance, and the state of its reconnection attempts."""
 
     worker: str
     address: Address
@@ -185,10 +184,10 @@ class WorkerLinks:
     def __init__(
         self, client: str, limits: PlaneLimits, dialers: Mapping[str, Dialer], key: FleetKey | None = None
     ) -> None:
-        """Start without connections. `client` is the name of this process for workers.
+        """Start without connections. This process identifies itself to workers as `client`.
 
         `dialers` maps URL schemes to dialers, in addition to the TCP dialer. `key` is the fleet key that workers must prove to
-        know; None: no proof is required.
+        know. If `key` is None, workers need not prove anything.
         """
         self.by_worker: dict[str, WorkerLink] = {}
         self._client = client
@@ -204,7 +203,7 @@ class WorkerLinks:
         self.watch = HangWatch(limits.hang, self.standing, lambda: self._processes.values(), self._changed)
 
     async def run(self) -> None:
-        """Maintain the connections to the workers that `want` has set, until cancelled."""
+        """Maintain the connections to the workers that `set_workers` has set, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -217,7 +216,7 @@ class WorkerLinks:
                 if link.connection is not None:
                     link.connection.close()
 
-    def want(self, addresses: Mapping[str, Address]) -> None:
+    def set_workers(self, addresses: Mapping[str, Address]) -> None:
         """Set the workers to connect to, with their addresses. Connections to all other workers are closed."""
         for worker, link in list(self.by_worker.items()):
             if addresses.get(worker) != link.address:
@@ -232,15 +231,15 @@ class WorkerLinks:
                 self._start(link)
 
     def _update_processes(self, housed: Counter[str]) -> None:
-        """Update the known worker processes. `housed` has the number of workers of each process."""
+        """Update the known worker processes. `housed` maps each process to its number of workers."""
         now = asyncio.get_running_loop().time()
         del housed[""]
         self._processes = {name: self._processes.get(name) or Process(now) for name in housed}
         for name, process in self._processes.items():
-            process.house(housed[name])
+            process.shared = housed[name] > 1
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after each change of a connection: it was opened or closed, or its worker is draining or stuck."""
+        """Call `changed` after each change of a connection (open, closed) or of its worker's state (draining, stuck)."""
         self._listeners.append(changed)
 
     @property
@@ -249,10 +248,11 @@ class WorkerLinks:
         return {link.worker: link.instance for link in self.by_worker.values() if link.live is not None}
 
     @property
-    def heard(self) -> dict[str, str]:
-        """The instance of each connected worker that has recently sent a frame, by worker. The link report contains these.
+    def responsive(self) -> dict[str, str]:
+        """The instance of each connected worker that has recently sent a frame, by worker.
 
-        A worker that is connected but sends no frames is stopped, or the network drops its packets.
+        A frontend reports these workers to the controller as reachable. If a worker is connected but sends no frames, the worker
+        is stopped, or the network drops its packets.
         """
         since = asyncio.get_running_loop().time() - self._limits.heard_s
         connections = ((link, link.live) for link in self.by_worker.values())
@@ -283,7 +283,7 @@ class WorkerLinks:
             link.connection.abort("disconnected", f"{link.worker} ({link.address.instance}) is gone")
 
     def _changed(self) -> None:
-        """Schedule one notification of the listeners, so that a thousand joining workers do not cause a thousand of them."""
+        """Schedule one call of the listeners, so that a thousand workers that join at once do not cause a thousand calls."""
         if self._notification is None:
             self._notification = asyncio.get_running_loop().call_soon(self._notify)
 
@@ -300,7 +300,8 @@ class WorkerLinks:
     async def awaited(self, worker: str) -> WorkerLink:
         """Wait until a worker is connected, and return its link.
 
-        Raise WorkerUnreachable after `ask_connect_s` seconds, or `ask_connect_first_s` if no attempt has failed yet.
+        Raise WorkerUnreachable after `ask_connect_s` seconds, or after `ask_connect_first_s` seconds if no attempt to connect has
+        failed yet.
         """
         loop, limits = asyncio.get_running_loop(), self._limits
         began = loop.time()
@@ -395,8 +396,8 @@ class WorkerLinks:
     def _backoff_s(self, link: WorkerLink) -> float:
         """Return the seconds until the next attempt to connect.
 
-        The wait doubles with each failure, up to `backoff_s_max`. It is multiplied by 0.5 to 1, depending on a hash of client
-        and worker, so that frontends do not retry at the same time.
+        The wait doubles with each failure, up to `backoff_s_max`. A factor from 0.5 to 1, by a hash of client,
+        worker and number of failures, spreads the frontends' attempts over time.
         """
         limits = self._limits
         whole = min(limits.backoff_s_max, limits.backoff_s_min * 2 ** min(link.failures, 16))

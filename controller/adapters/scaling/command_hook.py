@@ -30,7 +30,7 @@ SECRET = ("DATABASE_URL", "NATS_URL", "KEY", "TOKEN", "SECRET", "PASSWORD", "CRE
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without Holdfast's variables for secrets, such as URLs with passwords and paths of keys."""
+    """Return a copy of an environment without Holdfast's variables for secrets, such as URLs with passwords and paths of keys."""
     return {
         name: value
         for name, value in environment.items()
@@ -53,7 +53,7 @@ class CommandScaleHook:
         self._timeout_s = timeout_s
 
     async def scale(self, wanted: ScaleRequest) -> HookResult:
-        """Run the command and return its result with the last line of its output.
+        """Run the command and return the result, which has the last line of the command's output.
 
         The command is killed at its deadline or if the caller is cancelled.
         """
@@ -97,10 +97,10 @@ async def _kill(process: Process) -> None:
 
 
 class KeptOutput:
-    """A pipe for a process's output, which is read at once, so that the process never blocks. Only the last bytes are kept.
+    """Reads a command's output from a pipe as the output arrives, and keeps only the last bytes.
 
-    asyncio's process transport is not used for the pipe, because it would treat the process as running while a child process
-    keeps the output open.
+    The pipe never fills, so the command does not block. asyncio's process transport is not used, because it would treat the
+    command as running while a child process keeps the output open.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,10 @@ class KeptOutput:
         os.close(self._read)
 
     def begin(self) -> None:
-        """Start to read. The process must have been started, so that it has its copy of the writing end."""
+        """Start to read the command's output, and close the writing end of the pipe in this process.
+
+        The command must have been started before, because it inherits the writing end at its start.
+        """
         self._close_end()
         asyncio.get_running_loop().add_reader(self._read, self._read_available)
 
@@ -130,7 +133,7 @@ class KeptOutput:
         return bytes(self._kept)
 
     def _read_available(self) -> bool:
-        """Read the available bytes; return False if there are none or all writing ends are closed."""
+        """Read the available bytes. Return False if no bytes are available, or if all writing ends are closed."""
         try:
             read = os.read(self._read, READ_BYTES)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Scales a model's workers by reading and setting the replicas of a Kubernetes scale.
+"""Scales a model's workers by reading and setting the replicas of a Kubernetes scale subresource.
 
     GET   …/deployments/llama/scale  ─▶ {"kind": "Scale", "metadata": {"resourceVersion": "7"}, "spec": {"replicas": 2}}
     PATCH …/deployments/llama/scale  ◀─ {"metadata": {"resourceVersion": "7"}, "spec": {"replicas": 4}}
@@ -76,7 +76,7 @@ class HttpScaleHook:
         self._timeout_s = timeout_s
 
     async def scale(self, wanted: ScaleRequest) -> HookResult:
-        """Read the number of replicas and set it to `wanted.after` if it differs. Return the result, also for a failure."""
+        """Read the number of replicas, and set it to `wanted.after` if it differs. A failure is returned, not raised."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._scale_once(wanted)
@@ -84,11 +84,8 @@ class HttpScaleHook:
             return HookResult(False, f"no answer within {self._timeout_s:g} s")
         except ScaleRefused as error:
             return HookResult(False, one_line(str(error)))
-        except (
-            aiohttp.ClientError,
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: a value that cannot be put into a header
+        # ValueError: a value that cannot be put into a header
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             return HookResult(False, one_line(f"request failed: {str(error) or type(error).__name__}"))
 
     async def _scale_once(self, wanted: ScaleRequest) -> HookResult:
@@ -137,7 +134,10 @@ class HttpScaleHook:
 
 
 async def _request(session: aiohttp.ClientSession, method: str, url: URL, change: object = None) -> bytes:
-    """Send a request and return the body of the answer. Raise ScaleRefused for a status other than 2xx, and aiohttp's errors."""
+    """Send a request and return the body of the answer.
+
+    Raise ScaleRefused for a status other than 2xx. Errors of aiohttp are raised unchanged.
+    """
     body = None if change is None else json.dumps(change).encode()
     headers = {} if change is None else {"Content-Type": MERGE}
     async with session.request(method, url, data=body, headers=headers, allow_redirects=False) as answer:

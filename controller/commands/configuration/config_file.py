@@ -3,7 +3,8 @@
     defaults < file < environment (HOLDFAST_*) < flags
 
 Each source overrides those to its left. Settings of the file are set as environment variables, so that child processes inherit
-them. A variable that the environment sets already is not changed. Entries of `[up]` are inserted as flags before the user's own.
+them. A variable that the environment sets already is not changed. Each entry of `[up]` becomes a flag of `holdfast up`, unless
+the user gives the same flag.
 """
 
 import argparse
@@ -39,10 +40,11 @@ class BadConfigFile(UsageError):
 
 
 def apply(path: Path, environment: MutableMapping[str, str], tables: Collection[str] = TABLES) -> Toml:
-    """Set the environment variables for the settings of a file, and return the file's table `up`. Raise BadConfigFile.
+    """Set environment variables for the settings in a file, and return the file's table `up`.
 
-    The top-level keys and the given tables are applied. A variable that `environment` sets already is not changed. With all
-    tables, the file is for a whole fleet, so [worker] must not set what differs between workers."""
+    The top-level keys and the tables named in `tables` are applied. A variable that `environment` sets already is not changed.
+    Without `tables`, the file is for a whole fleet. Raise BadConfigFile if the file is invalid, or if a fleet's file changes a
+    setting in [worker] that differs between workers (`OF_ONE_WORKER`)."""
     document = _read(path)
     for key in document:
         _check_known(path, key, "", (*TOP, *TABLES, UP))
@@ -92,7 +94,7 @@ def _role(path: Path, name: str, table: Toml) -> Variables:
 
 
 def _section(path: Path, place: tuple[str, ...], model: type, table: Toml) -> Variables:
-    """Yield the environment variable and text of each setting of a table. The fields of `model` are the valid settings."""
+    """Yield the environment variable and text of each setting in a table. The valid settings are the fields of `model`."""
     from controller.config.flags import fields_of, is_section
 
     fields, above = fields_of(model), ".".join(place)
@@ -117,9 +119,9 @@ def _worker(path: Path, table: Toml) -> Variables:
 
 
 def _text(path: Path, name: str, value: Any, *, plain: bool = False) -> str:
-    """Return a value of the file as the text of an environment variable. Raise BadConfigFile for an invalid type.
+    """Convert a value of the file to the text of an environment variable. Raise BadConfigFile if its type is invalid.
 
-    A list becomes comma-separated if `plain` is set, else JSON."""
+    A list becomes comma-separated text if `plain` is set, otherwise JSON."""
     if name in TOP:
         value = ",".join(map(str, value)) if name == "admin_hosts" and isinstance(value, list) else value
         if not isinstance(value, str):
@@ -149,8 +151,8 @@ def _shown(name: str, value: Any) -> str:
 def _check(path: Path, name: str, variables: Mapping[str, str]) -> None:
     """Raise BadConfigFile if a setting has an invalid value.
 
-    Constraints between settings are not checked here, because the environment or flags may override some of them. The process
-    that reads the settings checks these constraints."""
+    Each setting is checked alone. Constraints between settings are checked by the process that reads the settings, because
+    the environment or flags can override settings of the file."""
     try:
         if name == WORKER:
             start = f"{PREFIX}WORKER_"
@@ -177,12 +179,12 @@ def _check_role(role: str, variables: Mapping[str, str]) -> None:
 
 
 def _is_of_one_setting(error: Toml) -> bool:
-    """Return whether a validation error is about a single setting, or an item of its list."""
+    """Return whether a validation error is about one setting's value, or about one item of a list-valued setting."""
     return not isinstance(error["input"], Mapping) or any(isinstance(part, int) for part in error["loc"])
 
 
 def _is_set(variable: str, environment: Mapping[str, str]) -> bool:
-    """Return whether the environment sets the setting of a variable.
+    """Return whether the environment already sets the setting that `variable` stands for.
 
     The setting can be set by the variable itself, by the variable of its whole section, or by an alias."""
     place = variable.removeprefix(PREFIX).lower().replace("__", ".")
@@ -210,8 +212,8 @@ def arguments(
 ) -> list[str]:
     """Return the table `up` as command-line arguments, without the flags that `given` already contains.
 
-    `flags` holds the command's flags by key. `setting_of` returns the setting that a flag sets, or None for a flag that is no
-    setting. Raise BadConfigFile."""
+    `flags` holds the command's flags by key. `setting_of` returns the setting that a flag sets, or None if the flag sets no
+    setting. Raise BadConfigFile for an unknown key, an invalid value, or a key that belongs in another table."""
     found = []
     for key, value in table.items():
         own = [name for name, action in flags.items() if setting_of(action) is None]
@@ -226,9 +228,9 @@ def arguments(
 
 
 def _values(path: Path, name: str, value: Any, action: argparse.Action) -> list[str | None]:
-    """Return the values to pass for one flag, after checking them. Raise BadConfigFile.
+    """Check the value of one flag, and return the values to pass on the command line. Raise BadConfigFile if it is invalid.
 
-    For a flag without a value, the result is [None] if the flag is set, else []."""
+    A flag that takes no command-line value is true or false in the file: return [None] for true, [] for false."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise BadConfigFile(f"{path}: {name} = {value!r}: must be true or false")

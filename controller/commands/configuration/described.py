@@ -22,13 +22,13 @@ TOP: Mapping[str, tuple[str, str]] = {
         "",
     ),
 }
-"""The description and the default of each key outside tables."""
+"""The description and the default of each top-level key of the configuration file."""
 
 
 def below(value: object, path: str = "") -> Iterator[tuple[str, object, str]]:
-    """Yield (dotted path, default, description) of every setting in a settings model or policy and its sections.
+    """Yield (dotted path, default, description) of every setting of `value`, a settings model or policy.
 
-    `path` is the prefix of the dotted paths."""
+    The settings of inner sections are included. `path` is the prefix of the dotted paths."""
     notes = notes_of(type(value))
     for name in fields_of(type(value)):
         inner, place = getattr(value, name), f"{path}{name}"
@@ -49,7 +49,7 @@ def of_worker() -> Iterator[tuple[str, object, str]]:
 
 @cache
 def of_up() -> Mapping[str, argparse.Action]:
-    """Return the flags of `up` that have no equivalent setting, by their key in the configuration file."""
+    """Return the flags of `holdfast up` that have no equivalent setting, by key in the configuration file."""
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
     found = up_flags.flags_by_key(parser)

@@ -24,14 +24,14 @@ NUMBERS = (positive, not_negative)  # types of flags that are numbers
 
 
 class _InSeconds(GenerateJsonSchema):
-    """Generates schemas with durations as numbers of seconds."""
+    """Generates JSON Schemas in which a duration is a number of seconds."""
 
     def timedelta_schema(self, schema: Any) -> Schema:
-        """Return the schema of a duration."""
+        """Return the JSON Schema of a duration: a number."""
         return {"type": "number"}
 
     def encode_default(self, dft: Any) -> Any:
-        """Return a default as the file contains it: a duration as a number of seconds."""
+        """Return a default in the form of the configuration file. A duration becomes a number of seconds."""
         return dft.total_seconds() if isinstance(dft, timedelta) else super().encode_default(dft)
 
 
@@ -66,7 +66,7 @@ def _of_role(role: str, defs: Schema) -> Schema:
 
 
 def _describe(model: type, defs: Mapping[str, Any]) -> None:
-    """Add the comments of the model's fields in the code as descriptions, if a field has no description yet."""
+    """Describe each field that has no description by the field's comment in the model's source code."""
     notes = notes_of(model)
     for name, kind in fields_of(model).items():
         field = defs[model.__name__]["properties"][name]
@@ -77,7 +77,7 @@ def _describe(model: type, defs: Mapping[str, Any]) -> None:
 
 
 def _plain(shape: Any) -> Any:
-    """Return a schema without the generated titles, and without the defaults of whole tables."""
+    """Return a schema with two things removed: generated titles, and defaults of whole tables."""
     if isinstance(shape, list):
         return [_plain(one) for one in shape]
     if not isinstance(shape, dict):

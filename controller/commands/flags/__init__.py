@@ -1,1 +1,1 @@
-"""The flags of the operator's commands, in modules of their own so that `--help` imports no command."""
+"""The flags of the operator's commands. These modules import no command, because `--help` needs none."""

@@ -21,7 +21,7 @@ READ_S = 5.0  # timeout in seconds for reading the state store
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Run one subcommand of `holdfast golden`, and return exit code 0. Raise HoldfastError."""
+    """Run one subcommand of `holdfast golden`, and return exit code 0. Raise HoldfastError if the subcommand fails."""
     match args.golden:
         case "list":
             known = await stored(args.data)
@@ -41,7 +41,9 @@ async def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredGoldens:
-    """The goldens in the fleet's state store, with the canary keys of all workers."""
+    """The goldens (stored correct answers) in the fleet's state store, and the canary keys of all workers.
+
+    A canary key stands for workers with comparable answers, such as those with the same model, engine and device."""
 
     goldens: Sequence[Golden]
     keys: frozenset[str]  # the canary keys of all workers
@@ -50,7 +52,9 @@ class StoredGoldens:
 
 
 async def stored(data: Path) -> StoredGoldens:
-    """Read the goldens from the fleet's state store, sorted by canary key. Raise UsageError, NoFleet, StoreUnavailable."""
+    """Read the goldens from the fleet's state store, sorted by canary key.
+
+    Raise NoFleet if there is no fleet, UsageError if it has no store, or HoldfastError if the store cannot be read."""
     url = find(data)["database_url"]
     if not url:
         raise UsageError("goldens are stored in the fleet's database: set HOLDFAST_DATABASE_URL or --data")
@@ -125,7 +129,7 @@ def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
 
 
 def _instant(at: datetime | None, sep: str, timespec: str) -> str:
-    """Format the time of a golden's last decision, or return "" for None, which means that no decision changed the golden."""
+    """Format `at`, the time of the last decision that changed a golden. Return "" if no decision did (None)."""
     return at.isoformat(sep, timespec) if at is not None else ""
 
 

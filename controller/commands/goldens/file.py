@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def answer(self) -> GoldenAnswer:
-        """The golden as the journal represents it."""
+        """The golden in the form in which commands and events carry it."""
         return GoldenAnswer(**{name: getattr(self, name) for name in ENTRY_FIELDS[1:]})
 
 
@@ -53,16 +53,16 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def written(goldens: Iterable[Golden]) -> str:
-    """Return the content of a golden file with the agreed goldens among `goldens`."""
+    """Return the content of a golden file. Of `goldens`, the file has those with the status "agreed"."""
     agreed = [one for one in goldens if one.status == "agreed"]
     entries = [{name: getattr(one, name) for name in ENTRY_FIELDS} for one in agreed]
     return json.dumps({"format": FORMAT, "goldens": entries}) + "\n"
 
 
 def read(path: Path) -> Mapping[str, tuple[GoldenAnswer, ...]]:
-    """Read and validate a golden file, and return its goldens by canary key.
+    """Read and validate a golden file, and return its goldens by canary key (a key for workers with comparable answers).
 
-    Raise BadGoldenFile, which names the position of the error in the file."""
+    Raise BadGoldenFile if the file cannot be read or is invalid. For invalid content, the message names the position."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -89,9 +89,9 @@ def _plain(text: str) -> str:
 
 
 def _wrong(entry: Entry, known: list[str]) -> str:
-    """Return what is wrong with a golden of valid types, and how to correct it, or "" if the golden is valid.
+    """Check a golden from a file. Return what is wrong and how to correct it, or "" if the golden is valid.
 
-    `known` holds the canaries that earlier goldens of the same canary key have."""
+    The caller has checked the types of the fields. `known` holds the canaries of earlier goldens with the same canary key."""
     if entry.canary_key.count("|") < KEY_PARTS_MIN - 1:
         return (
             f"{entry.canary_key!r} is not a canary key (model|revision|tokenizer|engine|version|dtype|tpN|device); "
@@ -113,7 +113,7 @@ def _wrong(entry: Entry, known: list[str]) -> str:
 
 
 def batches(answers: Iterable[GoldenAnswer]) -> Iterable[list[dict[str, object]]]:
-    """Yield the goldens of one canary key as lists for the bodies of commands. The goldens of a list fit into one event."""
+    """Split the goldens of one canary key into lists for the bodies of commands. Each list fits into one event."""
     batch: list[dict[str, object]] = []
     size = 0
     for answer in answers:

@@ -1,11 +1,9 @@
 """The notifier process: runs one delivery per webhook, a broker connection and a small admin port."""
 
 import asyncio
-import signal
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -22,6 +20,7 @@ from events.journal.counters import JournalCounters
 from events.journal.kind_gate import Announcer, KindGate
 from events.nats.connection import BrokerConnection
 from events.process import presence
+from events.process.stopping import run_until, stop_signal
 from events.versions import Known
 
 LEAVE_S = 9.0  # shorter than the 10 s for which `up` waits
@@ -30,13 +29,12 @@ LEAVE_S = 9.0  # shorter than the 10 s for which `up` waits
 async def run_notifier(
     settings: NotifierSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Deliver events to webhooks until SIGTERM, and return the exit code 0. Raise HoldfastError, with the reason, if an
-    operator must act."""
+    """Deliver events to webhooks until SIGTERM, and return the exit code 0.
+
+    Raise HoldfastError, with the reason, if an operator must act.
+    """
     settings.check()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     connection = await BrokerConnection.open(nats_url, f"notifier:{name}")
     clock, registry = SystemClock(), CollectorRegistry()
     metrics, bury = NotifierMetrics(registry), DeadLetters(connection).bury
@@ -58,7 +56,7 @@ async def run_notifier(
     try:
         presence.announce(data, "notifier", name, url_of(runner))
         collector.freeze_and_tune()
-        await _until(stop, deliveries)
+        await run_until(stop, *(delivery.run() for delivery in deliveries), leave_s=LEAVE_S)
         return 0
     finally:
         announcing.cancel()
@@ -84,18 +82,3 @@ def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str
     webhooks = {one.webhook.called: one.why_not or disconnected for one in deliveries}
     why = "; ".join(f"{name}: {reason}" for name, reason in webhooks.items() if reason)
     return {"ready": not why, "reason": why, "webhooks": webhooks}
-
-
-async def _until(stop: asyncio.Event, deliveries: list[Delivery]) -> None:
-    """Deliver until `stop` is set, then finish the HTTP requests in progress. Raise the error that ended a delivery."""
-    running = [asyncio.create_task(delivery.run()) for delivery in deliveries]
-    stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in running:
-            if task.done():
-                task.result()
-    finally:
-        for task in (*running, stopping):
-            task.cancel()
-        await asyncio.wait({*running, stopping}, timeout=LEAVE_S)

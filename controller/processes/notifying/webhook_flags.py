@@ -26,20 +26,15 @@ FLAGS: Mapping[str, Options] = {
 }  # fmt: skip
 
 
-def add_webhook_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for webhooks to the parser."""
-    for flag, options in FLAGS.items():
-        parser.add_argument(flag, **options)
-
-
-def wanted(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+def has_notifier(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
     """Return whether the fleet has a notifier, because a flag or the environment sets a webhook."""
     return bool(args.webhook or environment.get(VARIABLE))
 
 
 def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the values of these flags as environment variables of the notifier. Raise UsageError if they contradict one
-    another."""
+    """Return the flags for webhooks as an environment variable of the notifier; empty without a webhook.
+
+    Raise UsageError if the flags contradict one another."""
     if not args.webhook:
         if args.webhook_kinds or args.webhook_template or args.webhook_secret_file:
             raise UsageError(
@@ -67,7 +62,7 @@ def check_webhooks(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     from controller.webhooks.settings import NotifierSettings
 
     variables = webhook_variables(args)
-    if wanted(args, environment):
+    if has_notifier(args, environment):
         gather(NotifierSettings, "notifier", {}, {**environment, **variables}).check()
 
 

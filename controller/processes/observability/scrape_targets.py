@@ -11,14 +11,8 @@ from urllib.parse import urlsplit
 
 from events.process.presence import Presence
 
-MEASURED = (
-    "controller",
-    "projector",
-    "planner",
-    "notifier",
-    "frontend",
-    "worker",
-)  # roles that serve metrics
+# roles that serve metrics
+MEASURED = ("controller", "projector", "planner", "notifier", "frontend", "worker")
 PATH = "/sd"  # path of the targets on a controller's admin port
 JOB = "holdfast"
 

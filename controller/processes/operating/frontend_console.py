@@ -1,4 +1,4 @@
-"""Connects a frontend's console to the frontend's process: fold, events, worker connections, commands."""
+"""Connects a frontend's console to fleet state, events, worker connections and operator commands."""
 
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,10 +38,10 @@ def make(
     ended: ReadEnded | None,
     acts_in: Path | None,
 ) -> Console:
-    """Return a frontend's console, which follows the frontend's fleet view.
+    """Create a frontend's console. The console shows the state of `view`, the frontend's view of the fleet.
 
-    `ended` reads ended incidents from the state store, or is None without a store. `acts_in` is the fleet's data directory if
-    the console may send operator commands, else None.
+    `ended` reads ended incidents from the state store, or is None without a store. `acts_in` is the fleet's data directory if the
+    console may send operator commands, else None.
     """
     sources = ConsoleSources(
         name=name,
@@ -90,13 +90,19 @@ def _fault(view: FleetView, bus: Bus) -> str:
 
 
 async def _earlier(journal: Journal, until: int) -> Sequence[Recorded]:
-    """Return the last events up to the sequence `until` that the journal still holds. Raise JournalUnavailable."""
+    """Return the last EARLIER_EVENTS events up to the sequence `until`, except those that the journal has dropped.
+
+    Raise JournalUnavailable if the journal cannot be read.
+    """
     after = max(0, until - EARLIER_EVENTS)
     return [event async for batch in held(journal, after, until) for event in batch]
 
 
 async def _ended(read: ReadEnded | None) -> Sequence[EndedIncident]:
-    """Return the incidents that ended last, from the state store. Return none without a store. Raise StoreUnavailable."""
+    """Return the incidents that ended last, from the state store; empty without a store.
+
+    Raise StoreUnavailable if the store cannot be reached.
+    """
     return [_incident(row) for row in await read(ENDED_MAX)] if read is not None else ()
 
 

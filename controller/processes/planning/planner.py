@@ -1,8 +1,6 @@
 """The planner process: composes the state store, the journal, the planning loop and an admin port."""
 
-import asyncio
 import shlex
-import signal
 from pathlib import Path
 
 from aiohttp import web
@@ -19,6 +17,7 @@ from controller.runtime.settings import PlannerSettings
 from events.errors import BadSetting
 from events.journal.nats import NatsJournal
 from events.process import presence
+from events.process.stopping import run_until, stop_signal
 from events.versions import Known
 
 
@@ -28,10 +27,7 @@ async def run_planner(
     """Plan until SIGTERM, and return the exit code 0. Raise HoldfastError, with the reason, if an operator must act."""
     assert database_url, "the role's settings require it"
     hook = hook_of(settings)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     journal = await NatsJournal.connect(
         nats_url, f"planner:{name}", data / "spool" / name, make=False, known=Known.ours()
     )
@@ -40,26 +36,22 @@ async def run_planner(
     metrics.registry.register(JournalMetrics(journal))
     planning = Planning(store, journal, SystemClock(), settings, name, hook, metrics)
     runner = await _serve(planning, metrics, settings)
-    working = asyncio.create_task(planning.run())
-    stopping = asyncio.create_task(stop.wait())
     try:
         presence.announce(data, "planner", name, url_of(runner))
         collector.freeze_and_tune()
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()  # raises the error that ended the planning loop
+        await run_until(stop, planning.run())
         return 0
     finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.wait({working, stopping})
         await runner.cleanup()
         await store.close()
         await journal.close()
 
 
 def hook_of(settings: PlannerSettings) -> ScaleHook | None:
-    """Return the hook that applies proposals, or None if the supervisor applies them or no hook is set. Raise BadSetting."""
+    """Return the hook that applies proposals, or None if the supervisor applies them or no hook is set.
+
+    Raise BadSetting if the hook's settings are invalid.
+    """
     if settings.by == "command":
         from controller.adapters.scaling.command_hook import CommandScaleHook
 

@@ -9,14 +9,13 @@ replaces a worker counts as a worker. With `--spares auto` the number of spares 
 """
 
 import argparse
-import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
 from controller.processes.children import Child, shell_status
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.process_plan import spare, worker
+from controller.processes.process_plan import seconds, spare, worker
 from controller.processes.up_flags import AUTO, WORKERS_MAX, spares
 from events.decisions import SpareActivated, SpareReleased
 from events.errors import HoldfastError
@@ -37,10 +36,11 @@ class NotScaled(HoldfastError):
 
 
 def change(there: Sequence[str], used: int, after: int) -> tuple[list[int], list[str]]:
-    """Return the numbers of the workers to start, and the names of the workers to stop, so that `after` workers run.
+    """Return which workers to start and which to stop, so that `after` workers run.
 
-    `there` are the workers that are not stopping. `used` is the highest number that was ever assigned. The newest workers are
-    stopped first. Processes that were started as spares are stopped last.
+    A worker to start is returned as the number in its name, and a worker to stop as its whole name. `there` has the names of the
+    workers that are not stopping. `used` is the highest number that a name has ever had. The newest workers are stopped first.
+    Processes that were started as spares are stopped last.
     """
     after = min(after, WORKERS_MAX)
     if after >= len(there):
@@ -60,7 +60,7 @@ def _named(name: str) -> tuple[str, int]:
 
 
 class WorkerScaling:
-    """Carries out scaling proposals of the planner, the latest for each model. Times are monotonic seconds."""
+    """Carries out the planner's scaling proposals, always the latest one of each model. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -70,7 +70,11 @@ class WorkerScaling:
         start: Callable[[Child], object],
         say: Callable[[ScaleApplied], object],
     ) -> None:
-        """`children` lists all processes of the fleet. `start` starts a child and adds it to `children`."""
+        """Create an instance that has received no proposals.
+
+        `children` lists all processes of the fleet. `start` starts a child and adds it to `children`. `say` records a
+        `ScaleApplied` on the journal.
+        """
         self._args, self._directory = args, directory
         self._children, self._start, self._say = children, start, say
         self._model = ""  # model of this supervisor's workers; empty until one has joined
@@ -81,12 +85,16 @@ class WorkerScaling:
         self._until: dict[str, float] = {}  # deadline of each stopping worker, by name
 
     def begin(self, kept: Iterable[str]) -> None:
-        """Set which workers are spares at the start. A worker that a spare replaced before this `up` is still a spare."""
+        """Record which workers are spares when this supervisor starts to scale. `kept` has the names of the spares.
+
+        A worker's name does not show whether it is a spare. In an earlier run, a spare may have replaced a worker and exchanged
+        roles with it.
+        """
         self._kept |= {*kept}
         self._known |= {child.name for child in self._workers()}
 
-    def hear(self, recorded: Recorded) -> None:
-        """Update proposals, names and spares with an event of the journal."""
+    def receive(self, recorded: Recorded) -> None:
+        """Update the known proposals, worker names and spares with an event of the journal."""
         fact = recorded.fact
         if isinstance(fact, ScaleProposed) and fact.by == SUPERVISOR:
             self._wanted[fact.model] = recorded
@@ -141,8 +149,9 @@ class WorkerScaling:
         return f"{child.name} has stopped" + (f", with status {shell_status(status)}" if status else "")
 
     def _carry_out(self, model: str, after: int, now: float) -> str:
-        """Scale a model to `after` workers and return a text of what was done. Raise NotScaled, another HoldfastError or
-        OSError."""
+        """Scale a model to `after` workers and return a text of what was done.
+
+        Raise NotScaled, another HoldfastError or OSError if that is not possible."""
         if self._cannot:
             raise NotScaled(
                 "`holdfast up` scales only --engine simulated and transformers, with one worker per process: "
@@ -159,7 +168,9 @@ class WorkerScaling:
         return ", ".join(filter(None, done)) or "no change needed"
 
     def _to(self, letter: str, there: Sequence[str], after: int, now: float) -> str:
-        """Scale to `after` workers (letter w) or spares (letter s), and return a text of what was done."""
+        """Scale to `after` workers (letter w) or spares (letter s), and return a text of what was done.
+
+        `there` has the names of those workers or spares that are not stopping. `now` is in monotonic seconds."""
         children = {child.name: child for child in self._workers()}
         self._used[letter] = max([self._used[letter], *(_named(n)[1] for n in children if n[0] == letter)])
         more, fewer = change(there, self._used[letter], after)
@@ -179,16 +190,9 @@ class WorkerScaling:
         if child.process is None:  # the worker has crashed and is not running
             self._children.remove(child)
             return
-        self._until[child.name] = now + _grace_s() + CLEANUP_S
+        self._until[child.name] = now + seconds(GRACE, GRACE_S) + CLEANUP_S
         for number in (signal.SIGTERM, signal.SIGCONT):
             child.signal(number)
-
-
-def _grace_s() -> float:
-    try:
-        return float(os.environ.get(GRACE) or GRACE_S)
-    except ValueError:  # the workers refuse to start with this value and report the reason
-        return GRACE_S
 
 
 def _phrase(verb: str, names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from controller.deciders.fleet import FleetPolicy, dump, load
 from controller.replay import sentences, timeline
 from controller.replay.event_lookup import as_json, cause, name
 from controller.replay.report.frames import Frame, Stretch, frames, stretches
-from controller.replay.report.impact import Impact, hurt
+from controller.replay.report.impact import Impact, user_impact
 from controller.replay.report.phases import Phases, PhaseTimes, compared
 from controller.replay.report.window import ReportWindow
 from controller.replay.sentences import about, count, sentence, span
@@ -48,7 +48,10 @@ class CauseNode(NamedTuple):
 
 
 class Causes(NamedTuple):
-    """The nodes of the causal trees. The trees follow one another, and each tree is listed depth first from its root."""
+    """The causal trees of a report as one list of nodes, one tree after the other.
+
+    Each tree begins with its root, and each event is followed by its effects (depth first).
+    """
 
     nodes: Sequence[CauseNode]
     left_out: int  # number of further nodes that are not shown
@@ -94,7 +97,8 @@ class Report:
         if (story := self.story) is not None:
             end = "has not recovered yet"
             if story.recovered_s is not None:
-                end = f"recovered {span(story.recovered_s)} after its incident was opened: {story.outcome}"
+                outcome = "was recorded as dead" if story.outcome == "dead" else story.outcome
+                end = f"{outcome} {span(story.recovered_s)} after its incident was opened"
             began = f"{story.events[0].at:%Y-%m-%d %H:%M:%S} UTC"
             return f"At {began} {about(story.subject)} failed ({story.symptom}); it {end}."
         opened = sum(isinstance(event.fact, IncidentOpened) for event in self.events)
@@ -111,9 +115,10 @@ class Report:
 
 
 def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
-    """Build the report of a window. `others` are the phases of other incidents, with which the report compares its own.
+    """Build the report of a window.
 
-    The window's events are folded into its `order`, so a window can be used only once."""
+    `others` holds the phases of other incidents, with which the window's incident is compared. The window's events are added to
+    the fleet state in `window.order`. Each window can therefore be used for only one report."""
     found = frames(window.order, window.events, window.start)
     story = window.story
     policy = window.order.shown.policy
@@ -124,7 +129,7 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
         stretches(found, window.end, "state"),
         stretches(found, window.end, "breaker"),
         causes(story.events if story is not None else window.events),
-        hurt(_impact_events(window), found, window.end),
+        user_impact(_impact_events(window), found, window.end),
         acts(window.events),
         compared(story, others) if story is not None else (),
         dict(policy) if policy is not None else None,
@@ -134,10 +139,10 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
 
 
 def _impact_events(window: ReportWindow) -> Sequence[Recorded]:
-    """Return the events from which user impact is computed: the events of the window's incident, or all if there is none.
+    """Return the events from which user impact is computed.
 
-    The events of a model's incident are only about capacity. For such an incident, the window's events about requests for the
-    model are added.
+    These are the events of the window's incident, or all events of a window without an incident. The events of a model's incident
+    are only about capacity. For such an incident, the window's events about requests for the model are added.
     """
     if (story := window.story) is None:
         return window.events
@@ -156,7 +161,10 @@ def _of_users(fact: Fact, model: str) -> bool:
 
 
 def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
-    """Return the operators' commands among the events, in order. These are the observations with a field `by`."""
+    """Return the operators' commands among the events.
+
+    These are the observations with a field `by`, except those of the planner.
+    """
     found = [e for e in events if hasattr(e.fact, "by") and not isinstance(e.fact, (Decision, *PLANNED))]
     return [
         OperatorAct(
@@ -172,7 +180,10 @@ def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
 
 
 def causes(events: Sequence[Recorded]) -> Causes:
-    """Return the causal trees of the events. An event that has neither a cause nor an effect among the events is left out."""
+    """Return the causal trees of the events.
+
+    An event that has neither a cause nor an effect among the events is left out.
+    """
     named: dict[str, Recorded] = {}
     for event in events:
         named.setdefault(name(event), event)  # a repeated event counts once
@@ -209,7 +220,9 @@ def _flat(value: Any, path: str = "") -> Document:
 
 
 def _user_impact(found: Impact) -> str:
-    moved, exposed, lost = found.moved(), found.exposed(), found.lost()
+    moved = [one for one in found.requests if one.gaps_ms]
+    exposed = [one for one in found.requests if one.exposed]
+    lost = [one for one in found.requests if one.lost]
     parts = []
     if moved:
         gap = span(max(max(one.gaps_ms) for one in moved) / 1000)
@@ -239,7 +252,7 @@ def _node(depth: int, event: Recorded) -> Document:
 
 
 def _event(event: Recorded) -> Document:
-    """Return an event as plain JSON types. The data of a snapshot event is left out, because it is a whole packed fleet."""
+    """Return an event as plain JSON types. For a snapshot event, leave out the data, which is a whole fleet state."""
     found = as_json(event) | {"routine": timeline.is_routine(event.fact)}
     if isinstance(event.fact, o.SnapshotKept):
         found["body"] = found["body"] | {"data": ""}

@@ -36,7 +36,7 @@ def utc(millis: float) -> str:
 
 
 def figure(lanes: Lanes) -> dict[str, Any]:
-    """Return the `data` and `layout` of the chart for `Plotly.newPlot`. All times are in UTC."""
+    """Return the `data` and `layout` of a report's swim-lane chart for `Plotly.newPlot`. All times are in UTC."""
     names = [*reversed(lanes["workers"]), CONTROL]
     height = max(LANES_LEAST_PX, LANE_PX * len(names)) + CAPACITY_PX + 110
     upper = 1 - (CAPACITY_PX + 40) / (height - 110)
@@ -61,7 +61,10 @@ def figure(lanes: Lanes) -> dict[str, Any]:
 
 
 def _bars(spans: list[list[Any]], colors: dict[str, str], width: float, before: str = "") -> Iterator[Trace]:
-    """Yield one Plotly trace per value in `colors`, with a bar for each span of time in which a worker had that value."""
+    """Yield one Plotly trace per value in `colors`, such as a worker state or a breaker state.
+
+    A trace has one bar for each of the `spans` of time in which a worker had that value. The trace's name is the value, with
+    the prefix `before`."""
     for value, color in colors.items():
         matching = [one for one in spans if one[1] == value]
         name = f"{before}{value.replace('_', ' ') if before else value}"

@@ -1,4 +1,4 @@
-"""Computes the fleet states between which the time slider of a report page moves."""
+"""Computes the fleet states that the time slider of a report page shows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from events.order import Order
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What changes on the report page at one event. The first frame of a report holds the whole initial state."""
+    """The changes that one event makes on the report page.
+
+    The first frame of a report holds the whole initial state."""
 
     seq: int
     at: datetime
@@ -24,9 +26,9 @@ class Frame:
 
 
 def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> list[Frame]:
-    """Fold events, and return a frame for each event that changes what the report page shows.
+    """Fold events into the fleet state of `order`, and return a frame for each event that changes the report page.
 
-    An additional first frame holds the state of `order` before the events, at the time `at`. The events are added to `order`."""
+    An additional first frame, with the time `at`, holds the state before the events."""
     fleet = order.shown
     shown = {name: WorkerView.of(worker) for name, worker in fleet.workers.items()}
     levels = _levels(fleet)
@@ -51,9 +53,10 @@ def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> lis
 def _changed(
     before: Fleet, after: Fleet, shown: Mapping[str, WorkerView], only: str | None
 ) -> Iterable[tuple[str, WorkerView | None]]:
-    """Yield the workers that the page must show differently after an event, with None for a worker that left the fleet.
+    """Yield the name and new view of each worker that an event changes on the page.
 
-    `only` names the only worker that the event can have changed; None means that it can have changed any worker."""
+    The view is None if the worker left the fleet. `shown` holds the views before the event. `only` names the single worker that
+    the event can have changed; None means that the event can have changed any worker."""
     if after.workers is before.workers:
         return
     if only is not None and only in after.workers:
@@ -82,9 +85,9 @@ class Stretch(NamedTuple):
 
 
 def stretches(found: Sequence[Frame], end: datetime, field: str) -> list[Stretch]:
-    """Return the spans of time in which a field of `WorkerView` had one value, for every worker.
+    """Return the spans of time in which a field of `WorkerView` kept one value, for each worker.
 
-    The spans that are still open at the last frame end at `end`."""
+    If a worker is still in the fleet at the last frame, its last span ends at `end`."""
     current: dict[str, tuple[str, datetime]] = {}
     finished: list[Stretch] = []
     for frame in found:

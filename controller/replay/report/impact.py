@@ -15,7 +15,7 @@ from events.fact import Fact, Recorded
 
 @dataclass(slots=True)
 class Impact:
-    """The requests that an incident affected, and its cost to users and to the fleet."""
+    """The requests that an incident affected, and what the incident cost the users and the fleet."""
 
     # affected requests, in the order of their first event
     requests: list[RequestStory] = field(default_factory=list)
@@ -31,20 +31,8 @@ class Impact:
     gpu_s: float = 0.0  # missing service in GPU-seconds: (1 - weight) times GPUs times seconds, over all workers but spares
     least_capacity: float = 1.0  # lowest share of the fleet that served, 0 to 1
 
-    def moved(self) -> list[RequestStory]:
-        """Return the affected requests that migrated or were resumed on a worker."""
-        return [one for one in self.requests if one.gaps_ms]
 
-    def exposed(self) -> list[RequestStory]:
-        """Return the affected requests with tokens of a convicted worker in their answers."""
-        return [one for one in self.requests if one.exposed]
-
-    def lost(self) -> list[RequestStory]:
-        """Return the affected requests that could not be continued."""
-        return [one for one in self.requests if one.lost]
-
-
-def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Impact:
+def user_impact(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Impact:
     """Return the user impact shown by `events`, and the capacity missing from the first event until `end`.
 
     There must be at least one event."""
@@ -82,9 +70,9 @@ def _count(found: Impact, fact: Fact) -> None:
 
 
 def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:
-    """Return the missing service in GPU-seconds, and the lowest share of the fleet that served, 0 to 1.
+    """Return the missing service in GPU-seconds, and the lowest share of the fleet that served (0 to 1).
 
-    If the fleet starts within the frames, the time before its first worker serves does not count.
+    Both cover the time from `start` to `end`. If the first frame has no worker, the time until a worker serves does not count.
     """
     shown: dict[str, WorkerView] = {}
     gpu_s, least, serving = 0.0, 1.0, bool(frames[0].workers)

@@ -1,6 +1,6 @@
 """Computes the data of a report's swim-lane chart: worker states, canaries, moves and capacity.
 
-Times are milliseconds since 1970, by the stream's clock.
+Times are milliseconds since 1970, by the broker's clock.
 """
 
 from collections import Counter
@@ -50,7 +50,11 @@ def lanes(found: Report) -> dict[str, Any]:
 
 
 def concerned(found: Report) -> list[str]:
-    """Return the names of the workers that changed state, failed a canary or served an affected request, sorted."""
+    """Return the sorted names of the workers that the chart shows: those to which something happened.
+
+    A worker is shown if it changed its displayed state, was not fully healthy, or had a breaker that was not closed. A
+    worker is also shown if it failed a canary or ran an affected request.
+    """
     lives = Counter(one.worker for one in found.states)
     names = {one.worker for one in found.states if one.what not in WELL or lives[one.worker] > 1}
     names |= {one.worker for one in found.breakers if one.what != "closed"}

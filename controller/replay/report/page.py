@@ -5,7 +5,7 @@ import gzip
 import json
 from typing import Any
 
-from controller.replay.pages import asset, environment, plotly
+from controller.replay.pages import asset, plotly, render
 from controller.replay.report.figure import COLORS, figure
 
 Document = dict[str, Any]  # a report or its lanes, as plain JSON types
@@ -14,7 +14,9 @@ ROWS_MAX = 1000  # maximum number of rows shown per table; further rows are only
 
 
 def html(report: Document, lanes: Document) -> str:
-    """Return a report with its swim-lane chart as one self-contained HTML page. Raise NoPlotly."""
+    """Return a report and its swim-lane chart as one self-contained HTML page.
+
+    Raise NoPlotly if Plotly is not installed."""
     data = {
         "figure": figure(lanes),
         "frames": report["frames"],
@@ -24,25 +26,19 @@ def html(report: Document, lanes: Document) -> str:
         "colors": COLORS,
     }
     packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 6, mtime=0)
-    return (
-        environment(__package__, escape=True)
-        .get_template("report.html.jinja")
-        .render(
-            report=report,
-            lanes=lanes,
-            rows_max=ROWS_MAX,
-            style=asset(__package__, "report.css"),
-            script=asset(__package__, "report.js"),
-            plotly=plotly(),
-            data=base64.b64encode(packed).decode(),
-        )
+    return render(
+        __package__,
+        "report.html.jinja",
+        report=report,
+        lanes=lanes,
+        rows_max=ROWS_MAX,
+        style=asset(__package__, "report.css"),
+        script=asset(__package__, "report.js"),
+        plotly=plotly(),
+        data=base64.b64encode(packed).decode(),
     )
 
 
 def markdown(report: Document) -> str:
-    """Return a report as Markdown, which has no chart."""
-    return (
-        environment(__package__, escape=False)
-        .get_template("report.md.jinja")
-        .render(report=report, rows_max=ROWS_MAX)
-    )
+    """Return a report as Markdown, without the chart."""
+    return render(__package__, "report.md.jinja", report=report, rows_max=ROWS_MAX)

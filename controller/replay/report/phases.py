@@ -4,8 +4,9 @@
     fenced      from the opening to the first decision after which the worker gets no new requests
     recovered   from the opening to the closing of the incident
 
-The first symptom is a fault that was injected shortly before, or else the event for which the incident was opened. The mean of
-`noticed` over all incidents is the MTTD, and the mean of `recovered` is the MTTR.
+If a fault was injected at most 60 s before the opening, the first symptom is this fault. Otherwise the first symptom is the
+event for which the incident was opened. The mean of `noticed` over all incidents is the mean time to detection (MTTD). The mean
+of `recovered` is the mean time to recovery (MTTR).
 """
 
 from collections import OrderedDict
@@ -28,7 +29,9 @@ NAMES = ("noticed", "fenced", "recovered")
 
 @dataclass(slots=True)
 class Phases:
-    """When one incident reached each phase, by the stream's clock. None means not yet, or that the time is unknown."""
+    """The times of one incident's first symptom, opening, fencing and closing, by the broker's clock.
+
+    None means not reached yet, or unknown."""
 
     incident: str
     subject: str
@@ -103,8 +106,8 @@ class _Found:
     def _symptom(self, event: Recorded, subject: str) -> datetime | None:
         """Return the time of the first symptom of the incident that an event opens.
 
-        The first symptom is a fault that was injected into the worker shortly before, else the cause of the event. None means
-        that the cause is not among the events."""
+        If a fault was injected into the worker at most 60 s before the event, this fault is the first symptom. Otherwise the
+        cause of the event is the first symptom. Return None if the cause is not among the last REMEMBERED events."""
         injected = self._injected.pop(subject.partition("worker:")[2], None)
         if injected is not None and event.at - injected <= CHAOS_BEFORE:
             return injected
@@ -122,7 +125,7 @@ def _take(found: dict[str, Phases], event: Recorded, fact: Decision) -> None:
 
 
 def fences(fact: Decision) -> bool:
-    """Return whether a decision stops new requests to its worker."""
+    """Return whether a decision stops new requests to the worker that it is about."""
     return isinstance(fact, BreakerOpened | DrainStarted) or (
         isinstance(fact, HealthChanged) and fact.weight == 0.0
     )
@@ -131,7 +134,7 @@ def fences(fact: Decision) -> bool:
 def compared(story: Story, others: Iterable[Phases]) -> list[PhaseTimes]:
     """Return the duration of each phase of an incident, together with its durations in all other incidents.
 
-    `others` may contain the incident itself, which is then left out."""
+    An element of `others` that belongs to the incident itself is ignored."""
     found = _Found()
     for event in story.events:
         found.take(event)

@@ -1,7 +1,7 @@
 """Replaces the names of requests, workers, hosts and people in a report with pseudonyms.
 
 The names are collected from the fleet state before the report's window and from all events in the window. A name has the same
-pseudonym everywhere. Kinds, states, times and numbers stay, even if a worker has a kind or state as its name.
+pseudonym everywhere. Event kinds, states, times and numbers are not replaced, even if a worker is named like a kind or state.
 """
 
 import re
@@ -93,16 +93,16 @@ class Redaction:
         return _WORD.sub(self._word, _PATH.sub("(path)", value))
 
     def _word(self, found: re.Match[str]) -> str:
-        """Return the pseudonym of a word that is a name, else the word with each name between its dots replaced.
+        """Return the pseudonym of a matched word that is a name. In any other word, replace the parts that are names.
 
-        An example of a word with dots is a broker subject. A part that is only digits stays."""
+        Parts are separated by dots, for example in broker subjects. Parts that consist of digits are not replaced."""
         word = found[0]
         if word in self._words and not word.isdecimal():
             return self._words[word]
         return ".".join(part if part.isdecimal() else self._words.get(part, part) for part in word.split("."))
 
     def of(self, value: Any, field: str = "") -> Any:
-        """Return a value of plain JSON types with all names in it replaced. `field` is the key under which the value is stored.
+        """Replace all names in a value of plain JSON types. `field` is the key under which the value is stored.
 
         Fields that identify a process or server, such as `pid` and `url`, become None."""
         if isinstance(value, str):

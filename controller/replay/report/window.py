@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from controller.deciders.fleet import Fleet
-from controller.ports import Archive, StateStore
+from controller.ports import Archive
 from controller.replay import timeline, travel
+from controller.replay.event_lookup import FleetHistory
 from controller.replay.timeline import Story
 from events.decisions import IncidentOpened
 from events.errors import HoldfastError
@@ -43,45 +44,43 @@ class ReportWindow:
         return self.events[-1].at
 
 
-async def of_incident(
-    journal: Journal, store: StateStore | None, archive: Archive, incident: str
-) -> ReportWindow:
-    """Return the window of one incident, given its id or the name of one of its events. Raise NoSuchEvent, NoLonger."""
+async def of_incident(history: FleetHistory, incident: str) -> ReportWindow:
+    """Return the window of an incident, which `incident` names by its id or by one of its events.
+
+    Raise NoSuchEvent if there is no such incident, or NoLonger if the fleet state before its first event cannot be restored."""
+    journal, archive = history.journal, history.archive
     story = await timeline.story(journal, archive, await timeline.incident_of(archive, journal, incident))
     since, until = story.events[0].at - AROUND, story.events[-1].at + AROUND
-    return await between(journal, store, archive, since, until, story)
+    return await between(history, since, until, story)
 
 
-async def latest(journal: Journal, store: StateStore | None, archive: Archive, now: datetime) -> ReportWindow:
-    """Return the window of the last incident, or of the time LATELY before `now` if no recent incident is found.
+async def latest(history: FleetHistory, now: datetime) -> ReportWindow:
+    """Return the window of the last incident, or of the last 10 minutes before `now` if no recent incident is found.
 
-    Raise NothingToTell, NoLonger."""
-    found, last = "", await journal.last_seq()
-    async for batch in archive.select(after=max(0, last - HISTORY_EVENTS)):
+    Raise NothingToTell or NoLonger as `between` does."""
+    found, last = "", await history.journal.last_seq()
+    async for batch in history.archive.select(after=max(0, last - HISTORY_EVENTS)):
         found = next((e.fact.incident for e in reversed(batch) if isinstance(e.fact, IncidentOpened)), found)
     if found:
-        return await of_incident(journal, store, archive, found)
-    return await between(journal, store, archive, now - LATELY, now)
+        return await of_incident(history, found)
+    return await between(history, now - LATELY, now)
 
 
 async def between(
-    journal: Journal,
-    store: StateStore | None,
-    archive: Archive,
-    since: int | datetime,
-    until: int | datetime | None,
-    story: Story | None = None,
+    history: FleetHistory, since: int | datetime, until: int | datetime | None, story: Story | None = None
 ) -> ReportWindow:
     """Return the window from `since` to `until`, both included, as sequence numbers or times.
 
-    `until` None means the journal's end. `story` is the incident that the window is about. Raise NothingToTell, NoLonger, NotYet.
+    `until` None means the journal's end. `story` is the incident that the window is about. Raise NothingToTell if the window
+    has no event, or NoLonger if the fleet state before it cannot be restored.
     """
+    journal = history.journal
     last = await journal.last_seq()
-    first = await _first_since(archive, since) if isinstance(since, datetime) else since
+    first = await _first_since(history.archive, since) if isinstance(since, datetime) else since
     if first is None or first > last:
         raise NothingToTell(f"no event since {since}. {NothingToTell.__doc__}")
     first = max(1, first)
-    order = await travel.order_at(journal, store, first - 1)
+    order = await travel.order_at(journal, history.store, first - 1)
     events: list[Recorded] = []
     cut = False
     async for event in _until(journal, order.last_seq, last, until):

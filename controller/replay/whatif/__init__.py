@@ -1,1 +1,1 @@
-"""What-if analysis: decides recorded observations again with the same deciders under another policy."""
+"""What-if analysis: runs the deciders again on recorded observations, under a changed policy."""

@@ -1,11 +1,13 @@
-"""Computes when each canary is sent to a worker instance on a what-if course, and with which result.
+"""Computes the canaries of a worker instance in a what-if simulation: send times and results.
 
-If the course keeps the recorded canary interval, each recorded canary keeps its result. The course may need a canary at a time
-when none was recorded; that result is derived from the spells (`spells.py`), the periods in which the worker answered
-wrongly. At another canary interval, every result except those of join canaries is derived from the spells.
+A simulated history is called a course. If a course has the recorded canary interval, each recorded canary keeps its result. A
+canary at another time gets a result that is derived from the spells (`spells.py`), the periods in which the worker answered
+badly. If a course has another canary interval, only join canaries, which are sent until the worker is admitted, keep their
+recorded results. All other results are then derived from the spells.
 
-A spell begins and ends somewhere between two recorded canaries. `place` says where this is assumed, and when the next canary
-follows: 0 gives the earliest possible detection, 1 the latest, and 0.5 the middle.
+The recording shows only between which two canaries a spell began, and between which two it ended. The parameter `place` sets
+the assumed times within these gaps, and how soon the first canary within the spell is sent. With 0, a fault is detected as
+early as possible; with 1, as late as possible; with 0.5, in between.
 """
 
 from bisect import bisect_left, bisect_right
@@ -33,7 +35,7 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One canary that is sent to a worker on the course, with its result. Times are seconds since 1970."""
+    """One canary that is sent to a worker in a what-if simulation, with its result. Times are seconds since 1970."""
 
     sent: float
     at: float  # when the result reaches the journal
@@ -45,10 +47,11 @@ class Question:
 
 
 class Asker:
-    """Computes the canaries that one worker instance receives on one course, one after the other.
+    """Computes the canaries that a worker instance receives on a course, one after the other.
 
-    `start` is when the instance joins on the course. `recorded_s` is the recorded canary interval in seconds, and `interval_s`
-    the interval of the course; None means the recorded one."""
+    A course is a simulated what-if history. `start` is when the instance joins on the course. `recorded_s` is the recorded
+    canary interval in seconds. `interval_s` is the interval on the course; None means the recorded one. `CourseTerms` explains
+    `place`."""
 
     def __init__(
         self,
@@ -83,8 +86,9 @@ class Asker:
     def following(self, after: float, calm: bool, joining: bool) -> Question | None:
         """Return the next canary that is sent after the time `after`, or None if no further canary is sent.
 
-        For a calm worker, canaries that pass are skipped because they change nothing. `joining` is true until a passed join
-        canary has admitted the worker. The canary counts as sent only after a call of `asked`."""
+        If the worker is `calm` (see the function `calm`), canaries that pass are skipped because they change nothing. `joining`
+        is true until a passed join canary has admitted the worker. The returned canary counts as sent only when `mark_sent` is
+        called."""
         before = (self._next, self._last, self._turn)
         self._free = self._interval_changed or (self._free and not calm)
         if joining and self._later:
@@ -97,14 +101,15 @@ class Asker:
         self._next, self._last, self._turn = before
         return found
 
-    def asked(self) -> None:
-        """Mark the canary that `following` returned last as sent."""
+    def mark_sent(self) -> None:
+        """Mark the canary from the last call of `following` as sent."""
         self._next, self._last, self._turn = self._then
 
     def _joining(self, after: float) -> Question | None:
-        """Return the next recorded join canary after `after`, or None if the next recorded canary is of another type.
+        """Return the next recorded join canary after the time `after`; None if another type of canary comes first.
 
-        Join canaries are used as recorded, because they do not depend on the interval."""
+        Join canaries, which are sent until the worker is admitted, do not depend on the canary interval. They are therefore
+        used as recorded."""
         recorded = self.told
         while self._next < len(recorded) and recorded.check[self._next] == JOIN:
             place, self._next = self._next, self._next + 1
@@ -115,7 +120,7 @@ class Asker:
         return None
 
     def _at_once(self, after: float) -> Question | None:
-        """Return the next join canary of a worker that joins later than recorded; None if the instance has ended by then."""
+        """Return the next join canary of an instance that joins later than recorded; None if the instance ends first."""
         sent = max(after, self._last + JOIN_AGAIN_S)
         if sent >= self.told.end + self._later:
             return None
@@ -145,9 +150,9 @@ class Asker:
         return self._edges[place] if place < len(self._edges) else INFINITY
 
     def _face(self, edge: float) -> None:
-        """Set which canary is sent first when the spell that begins at `edge` begins.
+        """Choose the canary that is sent first in the period of wrong answers (the spell) that begins at `edge`.
 
-        A spell of wrong answers covers only some canaries, so this choice determines how many canaries pass before one fails.
+        Only some canaries are answered wrongly in such a spell. The choice determines how many canaries pass before one fails.
         """
         spell = next((s for s in self._found if s.asked and s.began(self._place) == edge), None)
         if spell is None:
@@ -178,10 +183,12 @@ class Asker:
         return self._recorded_at(place)
 
     def _untried(self, after: float, place: int) -> Question | None:
-        """Return the next canary after a recorded trial that this course has not sent.
+        """Return the next canary if the recording continues with a trial that this course has not sent.
 
-        Until LOOK_S after the recorded trial, the course may still send it, so the result is a pseudo-canary NOTHING. After
-        that time, the course deviates from the recording, and canaries follow at the interval."""
+        `place` is the index of the trial. The course can still send the trial until LOOK_S (1 s) after the recorded time. Until
+        then, return a placeholder with the result NOTHING. After this time, the course no longer follows the recording: return
+        a canary that is due by the canary interval.
+        """
         look_at = self.told.sent[place] + LOOK_S
         if after < look_at:
             return Question(look_at, look_at, 0, NOTHING, None, "scheduled", False)
@@ -189,7 +196,7 @@ class Asker:
         return self._slot(after, False)
 
     def _unasked(self, after: float, place: int) -> Question | None:
-        """Return an estimated canary if no canary was recorded for a long time before the canary at index `place`, else None."""
+        """Return an estimated canary if the recording has a long gap before the canary at index `place`, else None."""
         recorded = self.told
         before = recorded.sent[place - 1] if place else self._last
         until = recorded.sent[place] if place < len(recorded) else recorded.end
@@ -204,7 +211,10 @@ class Asker:
     # --- results -------------------------------------------------------------------------------------------------------
 
     def trial(self, at: float) -> Question:
-        """Return the trial canary that is sent at a time: a recorded trial if one is close, otherwise an estimated one."""
+        """Return the trial canary that is sent at the time `at`.
+
+        If the canary interval is as recorded and a recorded trial is close in time, return the recorded trial. Otherwise return
+        an estimate."""
         recorded = self.told
         near = bisect_left(recorded.sent, at - NEAR_S)
         while near < len(recorded) and recorded.sent[near] <= at + SOON_S:
@@ -219,10 +229,11 @@ class Asker:
         return self._ask(at, "trial")
 
     def _chosen(self, at: float) -> int:
-        """Return the index of the canary that precedes the trial's canary.
+        """Choose the canary of a trial at the time `at`, and return the index of the canary before it.
 
-        If only some canaries are answered wrongly at that time, `place` 0 selects a trial canary outside the spell, and
-        `place` 1 one within it. Otherwise the trial sends the next canary in order."""
+        Canaries have a fixed order, and `_ask` sends the one that follows the returned index. If some canaries are answered
+        wrongly at that time, the parameter `place` of `Asker` decides. With 0, the trial sends a correctly answered canary;
+        with 1, a wrongly answered one. In all other cases, the trial sends the next canary in the order."""
         some = {canary for s in self._active_at(at) for canary in s.asked}
         rest = set(range(len(self.told.names))) - some
         of = {0.0: rest, 1.0: some}.get(self._place, set())
@@ -238,7 +249,7 @@ class Asker:
         return Question(sent, sent + spell.took, self._turn, spell.said, spell.fact, check, True)
 
     def _spell(self, at: float, canary: int) -> Spell | None:
-        active = [spell for spell in self._active_at(at) if spell.tells(canary)]
+        active = [spell for spell in self._active_at(at) if spell.detects(canary)]
         for result in (MUTE, WRONG, SLOW):
             for one in active:
                 if one.said == result:
@@ -263,9 +274,9 @@ class Asker:
 
 
 def result(worker: Worker, recorded: RecordedCanaries, question: Question, sent_under: int) -> CanaryResult:
-    """Return the canary result as the fact that a prober would report.
+    """Return a canary's result as the fact that a prober would report.
 
-    `sent_under` is the number of the last decision when the canary was sent."""
+    `sent_under` is the number of the last decision made before the canary was sent."""
     joined, took = worker.joined, (question.at - question.sent) * 1e3
     like = question.fact or recorded.good
     if like is None:  # no canary of this instance was recorded as passed
@@ -283,14 +294,16 @@ def result(worker: Worker, recorded: RecordedCanaries, question: Question, sent_
 
 
 def calm(worker: Worker) -> bool:
-    """Return whether a worker is fully in service and free of doubt, so that a passed canary would change nothing."""
+    """Return whether a worker is in full service with no failure or suspicion pending.
+
+    A passed canary changes nothing about a calm worker."""
     health, state = worker.health, worker.breaker
     quiet = not (
         health.canaries.failures or health.slowness.reports or health.disputed or health.charges.convictions
     )
     return (
         quiet
-        and worker.well
+        and worker.fully_healthy
         and health.ramp >= 1
         and not (state.canary_failures or state.request_failures)
         and not worker.drain.wanted

@@ -1,10 +1,11 @@
 """Compares recorded history with the history that a policy change would have led to.
 
-There are three histories. `recorded` is history as recorded. `again` is decided again under the recorded policy; its
-differences from `recorded` show the limits of the method. `would` is decided again under the changed policy.
+There are three histories. `recorded` is the history on the journal. `again` is simulated under the recorded policy, and its
+differences from `recorded` show the limits of the simulation. `would` is simulated under the changed policy.
 
-A figure of `would` that had to be estimated is a range. For the range, one course is run per value in `PLACES`, from the
-shortest faults that agree with the observations to the longest.
+A number in `would`, such as the number of ejections, is a range if it depends on unrecorded times. To find the range, the
+simulation runs once per value in `PLACES`. The first run assumes each unrecorded time as early as possible, the second halfway,
+and the third as late as possible.
 """
 
 from collections import Counter
@@ -30,10 +31,10 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The lowest, the likely and the highest estimate of a figure.
+    """The lowest, the likely and the highest estimate of one number, such as a number of ejections.
 
-    If the figure is the time to a phase of a fault, infinity means that the phase was not reached. A phase must be reached
-    before the worker's next fault begins and before the recording ends."""
+    If the number is the time until a fault is noticed, fenced or recovered, it can be infinity. Infinity means that the
+    fault did not reach this phase before the worker's next fault or the end of the recording."""
 
     low: float
     likely: float
@@ -41,13 +42,15 @@ class Estimate:
 
     @property
     def exact(self) -> bool:
-        """Whether all courses agree on the figure, so that it is not a range."""
+        """Whether the lowest and the highest estimate are equal."""
         return self.low == self.high
 
 
 @dataclass(frozen=True, slots=True)
 class FaultCompared:
-    """One fault, and the seconds from its estimated beginning to each phase, in each of the three histories."""
+    """One fault, and the seconds until it was noticed, fenced and recovered in each history.
+
+    The seconds count from the fault's estimated beginning. A fault is fenced when its worker gets no new requests."""
 
     fault: FaultSeen
     recorded: dict[str, float]
@@ -57,7 +60,9 @@ class FaultCompared:
 
 @dataclass(frozen=True, slots=True)
 class TotalCompared:
-    """One figure over the whole recording, such as the number of ejections, in each of the three histories."""
+    """One total over the whole recording, such as the number of ejections, in all three histories.
+
+    These are the recorded history and the two simulated ones."""
 
     name: str
     unit: str
@@ -90,7 +95,9 @@ class Comparison:
     limits: list[str]
 
     def as_json(self) -> object:
-        """Return the comparison as plain JSON. Fault times are seconds since 1970; phases are seconds since the fault began."""
+        """Return the comparison as plain JSON.
+
+        Fault times are seconds since 1970; phases are seconds since the fault began."""
         return finite({
             "from": self.recording.start, "to": self.recording.end, "events": self.recording.events,
             "asked": [{"setting": name, "was": was, "asked": now} for name, was, now in self.changed],
@@ -117,10 +124,10 @@ def finite(value: object) -> object:
 
 
 def compare(recording: Recording, asked: PolicyChange, *, incident: str = "") -> Comparison:
-    """Compare the recording with its course under the policy change `asked`. Raise HelperGone.
+    """Compare the recorded history with its simulation under the policy change `asked`.
 
     If `incident` is given, the result contains only the fault for which that incident was opened. If no such fault is found,
-    the result contains all faults."""
+    the result contains all faults. Raise HelperGone if a helper process is killed."""
     found = faults(recording)
     shown = [one for one in found if one.incident == incident] if incident else found
     again, *courses = take_all(recording, [CourseTerms(), *(asked.terms(place) for place in PLACES)])
@@ -161,7 +168,9 @@ def _seconds(fault: FaultSeen, what: FaultPhases) -> dict[str, float]:
 
 
 def estimate(figures: Sequence[float]) -> Estimate:
-    """Combine the figures of the courses, one per value in `PLACES`, into one estimate."""
+    """Combine the results of several simulations into an estimate.
+
+    `figures` holds one number per simulation, in the order of `PLACES`."""
     return Estimate(min(figures), figures[len(figures) // 2], max(figures))
 
 
@@ -175,7 +184,10 @@ def totals(
     again: CourseTaken,
     courses: Sequence[CourseTaken],
 ) -> list[TotalCompared]:
-    """Return the figures over the whole recording. `courses` holds one course per value in `PLACES`."""
+    """Compare ejections, missing capacity, exposed answers and canaries over the whole recording.
+
+    Exposed answers are those from faulty workers that were still in service. `again` is the simulation under the recorded policy.
+    `courses` holds the simulations under the changed policy, one per value in `PLACES`."""
     start, end = recording.start, recording.end
     ways = (recording.weights, again.weights, *(one.weights for one in courses))
     figures = [
@@ -192,11 +204,12 @@ def totals(
 
 
 def _exposed(recording: Recording, found: Iterable[FaultSeen], weights: Weights) -> float:
-    """Return the estimated number of wrong answers that workers began before they were fenced.
+    """Return the number of exposed answers: those from faulty workers that were not fenced yet.
 
-    The weights are those of one history. For the recorded history, the result is the number of exposed answers on the journal.
-    For a course, it is a rate times the seconds from the beginning of each fault to the fence. If a worker is not
-    fenced, its seconds end when the fault ends.
+    A fenced worker is out of service. `weights` are the workers' weights in one history. For the recorded history, return the
+    number that the journal records. For a simulated history, return an estimate: the sum of rate times duration over all
+    faults. The rate is the worker's recorded rate of exposed answers or, if unknown, of all answers. The duration is the time
+    from the beginning of the fault until the worker is fenced or the fault ends.
     """
     total = 0.0
     for fault in found:
@@ -235,7 +248,9 @@ def _canaries(recording: Recording, asked: PolicyChange, courses: int) -> list[f
 
 
 def _decisions(again: Iterable[Decision], would: Iterable[Decision]) -> list[DecisionsCompared]:
-    """Return the decisions that are made more or less often under the changed policy (`would`) than under the recorded one."""
+    """Return the decisions that the changed policy makes more or less often than the recorded policy.
+
+    `would` holds the decisions under the changed policy, `again` those under the recorded policy."""
     ours, theirs = Counter(map(_essence, again)), Counter(map(_essence, would))
     differing = sorted(key for key in ours | theirs if ours[key] != theirs[key] and key is not None)
     return [DecisionsCompared(*key, again=ours[key], would=theirs[key]) for key in differing]
@@ -272,7 +287,7 @@ def _essence(decision: Decision) -> tuple[str, str, str] | None:
 def limits(
     recording: Recording, asked: PolicyChange, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
 ) -> list[str]:
-    """Return the sentences that tell the user what the answer does not account for."""
+    """Return sentences that tell the user what the comparison does not account for."""
     guessed = sorted({name for one in courses for name in one.guessed})
     names = ", ".join(guessed[:4]) + (" and others" if len(guessed) > 4 else "")
     silence, version = asked.values.get(SILENCE), recording.fleet.deciders_version or DECIDERS_VERSION
@@ -301,8 +316,8 @@ def limits(
 SOONER = 3.0  # how many times more often than recorded the first of the usual questions sends canaries
 
 
-def usual(recording: Recording) -> list[PolicyChange]:
-    """Return the policy changes that a report of an incident asks about; a change that would have no effect is left out."""
+def standard_questions(recording: Recording) -> list[PolicyChange]:
+    """Return the policy changes that an incident's report simulates. A change that would have no effect is left out."""
     was = load(recording.policy)
     found = [PolicyChange({INTERVAL: float(f"{recording.interval_s / SOONER:.2g}")})]
     if was.health.failures_max > 1:
@@ -313,11 +328,12 @@ def usual(recording: Recording) -> list[PolicyChange]:
 
 
 def answers(recording: Recording, incident: str) -> list[object]:
-    """Return the answers to the usual questions about an incident as plain JSON.
+    """Simulate the policy changes of `standard_questions` for one incident.
 
-    The list is empty if the recording contains no fault for which the incident was opened."""
+    Return the results as plain JSON types. The list is empty if the recording contains no fault for which the incident was
+    opened."""
     found: list[object] = []
-    for question in usual(recording):
+    for question in standard_questions(recording):
         answer = compare(recording, question, incident=incident)
         if [one.fault.incident for one in answer.faults] != [incident]:
             return []

@@ -1,7 +1,7 @@
-"""Runs one what-if course: the deciders decide the recorded observations again under a policy.
+"""Runs a course (a simulated what-if history): the deciders run again on recorded observations.
 
 The recorded decisions are left out, and the consequences of the new decisions are simulated. For example, a trial canary is
-sent when a breaker half-opens on the course, and a worker that drains on the course reports when it is empty.
+sent when a breaker half-opens on the course. A worker that drains on the course reports when it is empty.
 """
 
 import gc
@@ -40,13 +40,8 @@ EMPTY_S = 2.0  # assumed seconds until a draining worker is empty, if the record
 SENT_S = 1.0  # assumed seconds between sending a request and its failure
 # facts that may make decisions about any worker due
 ABOUT_GOLDENS = (o.GoldenProposed, o.GoldenDisputed, *GIVEN)
-FAR = (
-    d.HealthChanged,
-    d.SpareActivated,
-    d.SpareReleased,
-    d.GoldenRetired,
-    d.GoldenAgreed,
-)  # decisions that may change workers other than the one they are about
+# decisions that may change workers other than the one they are about
+FAR = (d.HealthChanged, d.SpareActivated, d.SpareReleased, d.GoldenRetired, d.GoldenAgreed)
 ROUTINE = (o.CanaryResult, o.RequestsServed, o.RequestFailed)
 
 PolicyOf = Callable[[Mapping[str, object]], FleetPolicy]
@@ -54,10 +49,10 @@ PolicyOf = Callable[[Mapping[str, object]], FleetPolicy]
 
 @dataclass(frozen=True, slots=True)
 class CourseTerms:
-    """The parameters of a course.
+    """The parameters of a course (a simulated what-if history).
 
-    The recording shows some times, such as the beginning of a fault, only as lying between two events. `place` says where
-    between these two events every such time is assumed: 0 gives the shortest fault, 1 the longest, 0.5 the middle."""
+    Some times, such as the beginning of a fault, are only known to lie between two recorded events. `place` sets which time
+    between the two events is assumed: 0 means the earliest, 1 the latest, and 0.5 the time halfway."""
 
     # maps a policy that was adopted in the recording to the policy used on the course
     policy: PolicyOf = load
@@ -70,7 +65,9 @@ class CourseTerms:
 
 @dataclass(slots=True)
 class CourseTaken:
-    """The result of a course: its decisions, and the workers' traffic weights over time."""
+    """The result of a course (a simulated what-if history).
+
+    It holds the decisions, and the workers' traffic weights over time."""
 
     decided: list[Decision]
     weights: Weights
@@ -78,14 +75,14 @@ class CourseTaken:
 
 
 def take(recording: Recording, terms: CourseTerms) -> CourseTaken:
-    """Decide a recording again with the parameters `terms`, and return the resulting decisions and weights."""
+    """Simulate a recording with the parameters `terms`, and return the resulting decisions and weights."""
     course = _Course(recording, terms)
     course.run()
     return CourseTaken(course.decided, course.weights, course.guessed)
 
 
 class Agenda:
-    """The queue of a course's scheduled actions, ordered by time in seconds since 1970."""
+    """The queue of a simulation's scheduled actions, ordered by time in seconds since 1970."""
 
     def __init__(self) -> None:
         self.numbers = count()  # actions scheduled for the same time run in this order
@@ -107,7 +104,7 @@ class Agenda:
 
 
 class _Course:
-    """Runs one course, and holds its fleet state, scheduled actions and decisions."""
+    """Runs one course (a simulated what-if history), and holds its fleet state, scheduled actions and decisions."""
 
     def __init__(self, recording: Recording, terms: CourseTerms) -> None:
         self.decided: list[Decision] = []
@@ -117,16 +114,12 @@ class _Course:
         self._terms = terms
         self._fleet = recording.fleet
         self._policy = terms.policy(recording.policy)
-        self._moved: tuple[list[float], list[int]] = (
-            [float("-inf")],
-            [recording.fleet.number],
-        )  # times and numbers of the decisions made on this course
-        self._said = (
-            [at for at, _ in recording.numbers],
-            [number for _, number in recording.numbers],
-        )  # times and numbers of the recorded decisions
+        # times and numbers of the decisions made on this course
+        self._moved: tuple[list[float], list[int]] = ([float("-inf")], [recording.fleet.number])
+        # times and numbers of the recorded decisions
+        self._said = ([at for at, _ in recording.numbers], [number for _, number in recording.numbers])
         self._changed = set[str]()  # workers that changed since the last call of `_settle`
-        # workers that are out of service only because of doubt, or kept in service by the ejection budget
+        # workers about which the ejection budget may have to decide (`Worker.budgeted`)
         self._doubted = set[str]()
         # heap: times at which a decision about a worker becomes due without a fact
         self._dues: list[tuple[datetime, str]] = []
@@ -169,14 +162,15 @@ class _Course:
     def _concerned(self, now: datetime) -> set[str]:
         """Return the workers about which a decision may be due at `now`.
 
-        These are the workers that have changed, that have reached a due time, or that are in `_doubted`."""
+        These are the workers that have changed or have reached a due time. The workers in `_doubted` are included, because the
+        ejection budget may have to decide about them."""
         found = self._changed | self._doubted
         while self._dues and self._dues[0][0] <= now:
             found.add(heappop(self._dues)[1])
         return found & self._fleet.workers.keys()
 
     def _remember(self, name: str, now: datetime) -> None:
-        """Record when a decision about a worker becomes due without another fact, and whether the worker is in doubt."""
+        """Record the times at which decisions about a worker become due without a new fact, and update `_doubted`."""
         worker, policy = self._fleet.workers.get(name), self._policy
         if worker is None:
             self._doubted.discard(name)
@@ -196,7 +190,7 @@ class _Course:
             self._doubted.discard(name)
 
     def _next_due(self, now: datetime) -> datetime | None:
-        """Return when the next decision becomes due without another fact. None means that no decision will."""
+        """Return when the next decision becomes due without a new fact; None if no decision will."""
         levels = (level_due_at(self._policy.degradation, state) for state in self._fleet.models.values())
         times = [time for time in levels if time is not None and time > now]
         return min([*times, *(due for due, _ in self._dues[:1])], default=None)
@@ -204,7 +198,7 @@ class _Course:
     # --- observations --------------------------------------------------------------------------------------------------
 
     def _happens(self, happened: RecordedFact) -> None:
-        """Apply one recorded fact, after its decision numbers are mapped to the decisions of this course."""
+        """Apply one recorded fact to this course, with the fact's decision numbers replaced by those of this course."""
         at, fact = happened.at, happened.fact
         if isinstance(fact, d.PolicyAdopted):
             self._policy = self._terms.policy(fact.policy)
@@ -225,10 +219,12 @@ class _Course:
             self._ask(fact.worker, at)
 
     def _number_here(self, recorded_number: int, at: float) -> int:
-        """Return the decision number of this course that corresponds to a recorded `routed_under`.
+        """Return the number of the last decision that this course had made when a recorded request was sent.
 
-        `at` is when the request failed or was served. The request is assumed to have been sent `SENT_S` seconds earlier,
-        or as close to that as the recorded decision and the one after it allow."""
+        `at` is when the request failed or was served. `recorded_number` is the last recorded decision that the frontend knew
+        when it sent the request (`routed_under`). The send time therefore lies between this decision and the next recorded
+        decision. The send time is assumed to be `SENT_S` seconds before `at`. If that time is not between the two decisions,
+        the time of the nearer decision is assumed."""
         times, numbers = self._said
         place = bisect_right(numbers, recorded_number)
         known = times[place - 1] if place else float("-inf")
@@ -244,7 +240,7 @@ class _Course:
         return worker if worker is not None and worker.joined.instance == instance and worker.alive else None
 
     def _absorb(self, at: float, fact: Fact, id: str) -> None:
-        """Fold one fact, and make all due decisions if the fact can have made a decision due."""
+        """Fold one fact into the fleet state. If the fact can have made a decision due, make all due decisions."""
         now = instant(at)
         before = self._fleet
         self._fleet = evolve(before, Recorded(seq=0, at=now, fact=fact, id=id))
@@ -263,7 +259,7 @@ class _Course:
             self._ask(name, at)  # while the worker was calm, the schedule skipped canaries that it would pass
 
     def _speaks(self, worker: Worker, now: datetime) -> bool:
-        """Return whether a decision about this worker may be due at `now`, after a canary or request fact about the worker."""
+        """Return whether a fact about a canary or request of this worker may have made a decision due at `now`."""
         policy = self._policy
         return bool(
             worker.budgeted
@@ -276,8 +272,8 @@ class _Course:
     def _settle(self, now: datetime, among: set[str] | None, force: InForce | None = None) -> None:
         """Make all due decisions and schedule their consequences.
 
-        `among` names the workers that the deciders look at; None means all workers. `force` replaces the fact kinds and the
-        deciders version in force; None leaves them unchanged.
+        If `among` is given, the deciders evaluate only these workers. If `force` is given, it replaces the fact kinds and the
+        deciders version in force.
         """
         before, at = self._fleet.workers, now.timestamp()
         decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares, force)
@@ -315,10 +311,11 @@ class _Course:
             self._succeeds(at, decision)
 
     def _drains(self, at: float, decision: d.DrainStarted) -> None:
-        """Schedule the DrainFinished of a drain that starts at `at`.
+        """Schedule the DrainFinished report of a drain that starts at `at`.
 
-        If the recording holds a drain of this instance that began within 1 s of `at`, the recorded time is used. Otherwise
-        the time is estimated, except that with `place` 1 the worker never reports."""
+        If the recording holds a drain of this instance that began within 1 s of `at`, the report is scheduled for the end of
+        that drain. Otherwise `CourseTerms.place` determines an estimated end. If `place` is 1, the estimate is that the worker
+        never becomes empty, and no report is scheduled."""
         recorded = self._emptied.get((decision.worker, decision.instance), [])
         was = next((done for started, done in recorded if abs(started - at) < 1.0 and done >= at), None)
         place = self._terms.place
@@ -333,7 +330,7 @@ class _Course:
     def _succeeds(self, at: float, decision: d.HealthChanged) -> None:
         """Schedule the end of a dead instance's process and the start of its successor.
 
-        Both follow the DEAD decision of the course after the same delays as in the recording."""
+        Both delays, counted from the DEAD decision, are the same as in the recording."""
         life = (decision.worker, decision.instance)
         for later, happened in self._successions.pop(life, ()):
             moved = replace(happened, at=at + later)
@@ -342,7 +339,7 @@ class _Course:
             self._agenda.add(moved.at, lambda _, moved=moved: self._happens(moved))  # type: ignore[misc]
 
     def _tries(self, at: float, worker: Worker) -> None:
-        """Schedule the result of a trial canary if the worker's breaker is half-open and no trial was sent for it yet."""
+        """Schedule the result of a trial canary if the worker's breaker is half-open and has no trial yet."""
         name, state = worker.joined.worker, worker.breaker
         if state.position != "half_open" or self._trials.get(name) == state.moved_by:
             return
@@ -363,7 +360,7 @@ class _Course:
         return known
 
     def _ask(self, name: str, at: float) -> None:
-        """Schedule a worker's next canary, replacing the one scheduled before. A worker that gets no canaries is unscheduled."""
+        """Cancel a worker's scheduled canary, and schedule the next one if canaries are sent to the worker."""
         worker = self._fleet.workers.get(name)
         if worker is None or not worker.alive or not is_asked(worker):
             self._awaited.pop(name, None)
@@ -379,7 +376,7 @@ class _Course:
         if self._awaited.get(name) != turn:
             return  # the worker's next canary was rescheduled, which cancels this one
         if question.said != NOTHING:
-            asker.asked()
+            asker.mark_sent()
             self._answered(name, turn[0], question)
         if self._awaited.get(name) == turn:
             self._ask(name, question.at)
@@ -400,9 +397,10 @@ _task: tuple[Recording, Sequence[CourseTerms]] | None = None
 
 
 def take_all(recording: Recording, terms: Sequence[CourseTerms]) -> list[CourseTaken]:
-    """Run one course for each element of `terms`, and return the results in the same order.
+    """Run one course (a simulated what-if history) for each element of `terms`, and return the results in order.
 
-    A long recording is processed in parallel, one process per core. Raise HelperGone."""
+    The courses of a long recording run in parallel, in at most one process per core. Raise HelperGone if a process is killed.
+    """
     if recording.events < FORKED_FROM or cores() == 1 or len(terms) == 1:
         return [take(recording, one) for one in terms]
     global _task
@@ -427,10 +425,11 @@ Successions = dict[tuple[str, str], list[tuple[float, RecordedFact]]]
 
 
 def shifted(recording: Recording, silence_s: float | None) -> Iterator[RecordedFact]:
-    """Yield the recorded facts in order of time, as they would have occurred with the silence timeout `silence_s` in seconds.
+    """Yield the recorded facts as they would have occurred with a silence timeout of `silence_s` seconds.
 
-    Reports of silence move by the difference of the timeouts. A report is dropped if the worker would have been heard or would
-    have left before it. With None, all facts are yielded as recorded."""
+    The facts are in order of time. If `silence_s` is None, all facts are yielded as recorded. Otherwise the
+    report of a silence moves by the difference between `silence_s` and the recorded timeout. If the worker is reachable again
+    or has left by the report's new time, the report is dropped. Reports that came before the recorded timeout do not move."""
     if silence_s is None:
         yield from recording.happened
         return

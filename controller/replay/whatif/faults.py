@@ -1,7 +1,8 @@
 """Finds the faults in a recording, and when each was noticed, fenced and recovered in one history.
 
-A fault is a series of evidence against one worker, without a long pause. Evidence is a failed canary or request, a silence, a
-device or engine fault, or an unplanned exit. The faults are the same on every course, but the decisions about them differ.
+A fault is a series of evidence against one worker without a long pause in between. Evidence is a failed canary or request, a
+silence, a device or engine fault, or an unplanned exit. The recorded and all simulated histories have the same faults, but
+differ in the decisions about them. A worker is fenced from the time at which it gets no new requests.
 """
 
 from dataclasses import dataclass
@@ -33,15 +34,15 @@ class FaultSeen:
 
     @property
     def likely(self) -> float:
-        """The estimated beginning: halfway between the earliest and the latest possible one."""
+        """The estimated beginning of the fault, halfway between the earliest and the latest possible beginning."""
         return (self.began[0] + self.began[1]) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPhases:
-    """When a fault reached each phase in one history, in seconds since 1970.
+    """When a fault was noticed, fenced and recovered in one history (recorded or simulated), in seconds since 1970.
 
-    None means that the phase was not reached before the worker's next fault or the end of the recording."""
+    A time is None if its phase was not reached before the worker's next fault or the end of the recording."""
 
     noticed: float | None
     fenced: float | None
@@ -112,7 +113,7 @@ def fared(fault: FaultSeen, weights: Weights) -> FaultPhases:
         at = max(step.at, start)
         if at > fault.until:
             break
-        if not step.well:
+        if not step.in_service:
             noticed = at if noticed is None else noticed
             fenced = at if fenced is None and step.fenced else fenced
             # after the end of the fault, a lower weight has another cause
@@ -123,9 +124,10 @@ def fared(fault: FaultSeen, weights: Weights) -> FaultPhases:
 
 
 def false_ejections(found: list[FaultSeen], weights: Weights, start: float, end: float) -> int:
-    """Return how often a worker was taken out of service without a fault, or for failed requests alone.
+    """Return how often a worker was taken out of service without a certain fault.
 
-    Drains and deaths do not count, and neither does a worker that has no weight yet because it joins.
+    A fault is certain if its evidence includes more than failed requests. Drains, deaths and workers that are still joining
+    do not count.
     """
     certain: dict[str, list[FaultSeen]] = {}
     for fault in found:

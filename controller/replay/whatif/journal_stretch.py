@@ -1,6 +1,6 @@
-"""Reads a stretch of the journal into a compact form: canary results become numbers and counts.
+"""Reads a stretch (a range of events) of the journal into a compact form for what-if simulations.
 
-Nearly all events of a journal are passed canaries, which do not change the fleet state. Several processes can therefore read a
+Nearly all events of a journal are passed canaries, which do not change the fleet state. Several processes can therefore read one
 stretch each (`reading`), while one process folds the remaining events in order (`recording`).
 """
 
@@ -56,7 +56,7 @@ class RecordedCanaries:
         return len(self.at)
 
     def add(self, later: "RecordedCanaries") -> None:
-        """Append the results of the same instance from a later stretch."""
+        """Append the canary results that a later range of the journal holds for the same worker instance."""
         place = len(self)
         self.names += [name for name in later.names if name not in self.names]
         indices = [self.names.index(name) for name in later.names]
@@ -82,7 +82,9 @@ class Adverse:
 
 @dataclass(slots=True)
 class StretchRead:
-    """The contents of a stretch of the journal, without the decisions up to the sequence number `decided`."""
+    """A range of the journal's events in compact form.
+
+    Decisions up to the sequence number `decided` are left out, because the fleet state before the range contains them."""
 
     decided: int = 0
     events: int = 0
@@ -104,7 +106,7 @@ class StretchRead:
     _failed_at: dict[str, float] = field(default_factory=dict)
 
     def take(self, event: Recorded) -> None:
-        """Add the next event of the journal. Raise TooMuch if the stretch becomes too long."""
+        """Add the next event of the journal. Raise TooMuch if there are more than EVENTS_MAX events."""
         fact = event.fact
         if event.seq <= self.decided and isinstance(fact, Decision):
             return
@@ -158,7 +160,10 @@ class StretchRead:
         self.skew[source] = min(self.skew.get(source, late), late)
 
     def add(self, later: "StretchRead") -> None:
-        """Append the contents of the next stretch, except its `rest`, which the caller folds. Raise TooMuch."""
+        """Append the range of events that directly follows this one.
+
+        The events in `later.rest` are not added, because the caller folds them. Raise TooMuch if the two ranges together have
+        more than EVENTS_MAX events."""
         self._count(later.events)
         if later.start is not None:
             self.start, self.end = later.start if self.start is None else self.start, later.end

@@ -1,7 +1,6 @@
 """Parses and validates the policy changes of a what-if question (`--set`, `--policy`)."""
 
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from controller.deciders.fleet import FleetPolicy, dump, load
+from controller.replay.moment_parser import duration_s
 from controller.replay.sentences import span
 from controller.replay.whatif.course import CourseTerms
 from events.errors import UsageError
@@ -22,18 +22,18 @@ INTERVAL, SILENCE = "canary.interval", "liveness.silent_after"
 # parts of the policy that cannot be changed, because courses use them as recorded
 NOT_ASKED = ("golden", "incident")
 FILE_BYTES_MAX = 1_000_000
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """The settings that a what-if question changes, by name. Values are plain JSON; a duration is a number of seconds."""
+    """The settings that a what-if question changes, by name.
+
+    Values are plain JSON; a duration is a number of seconds."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def terms(self, place: float = 0.5) -> CourseTerms:
-        """Return the parameters of a course under the changed settings. `CourseTerms` explains `place`."""
+        """Return the parameters of a simulation with the changed settings. `CourseTerms` explains `place`."""
         own = {name: value for name, value in self.values.items() if name not in (INTERVAL, SILENCE)}
 
         def policy(adopted: Mapping[str, Any]) -> FleetPolicy:
@@ -42,7 +42,7 @@ class PolicyChange:
         return CourseTerms(policy, self.values.get(INTERVAL), self.values.get(SILENCE), place)
 
     def also(self, name: str, value: Any) -> "PolicyChange":
-        """Return a policy change that changes one more setting, or replaces its value."""
+        """Return a copy of this policy change in which the setting `name` has the value `value`."""
         return PolicyChange({**self.values, name: value})
 
 
@@ -70,7 +70,7 @@ TIMES = _durations()
 
 
 def setting(name: str, value: Any) -> str:
-    """Format a setting's value as text, a duration with its unit."""
+    """Format a setting's value as text. A duration gets its unit."""
     return span(value) if name in TIMES and isinstance(value, int | float) else str(value)
 
 
@@ -85,10 +85,10 @@ def known() -> dict[str, Any]:
     return found
 
 
-def asked(sets: Sequence[str], file: str | None) -> PolicyChange:
-    """Parse the values of `--set NAME=VALUE` and `--policy FILE` into a policy change. Raise UsageError.
+def parse_changes(sets: Sequence[str], file: str | None) -> PolicyChange:
+    """Parse the values of `--set NAME=VALUE` and `--policy FILE` into a policy change.
 
-    A setting that both give takes the value of `--set`."""
+    `--set` takes precedence over the file. Raise UsageError if a setting or value is invalid."""
     values = _file(Path(file)) if file else {}
     for one in sets:
         name, is_, value = one.partition("=")
@@ -99,7 +99,7 @@ def asked(sets: Sequence[str], file: str | None) -> PolicyChange:
 
 
 def checked(what: PolicyChange) -> PolicyChange:
-    """Return the policy change unchanged if all its values are valid, or raise UsageError."""
+    """Return the policy change unchanged. Raise UsageError if one of its values is invalid."""
     for name in (INTERVAL, SILENCE):
         value = what.values.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
@@ -116,9 +116,10 @@ def checked(what: PolicyChange) -> PolicyChange:
 
 
 def _name(given: str, where: str) -> str:
-    """Return the canonical name of the setting that the user named `given`. Raise UsageError if no such setting exists.
+    """Return the canonical name of the setting that the user named `given`.
 
-    The prefixes `controller.` and `policy.` and the suffix `_s` are optional. `where` names the flag or file in the error."""
+    The prefixes `controller.` and `policy.` and the suffix `_s` are optional. Raise UsageError if no such setting exists; the
+    error names the flag or file `where`."""
     name, names = given.removeprefix("controller.").removeprefix("policy."), known()
     for one in (name, name.removesuffix("_s")):
         if one in names or one.startswith("degradation.slos."):
@@ -132,9 +133,9 @@ def _name(given: str, where: str) -> str:
 
 
 def value_of(text: str) -> Any:
-    """Parse a setting's value to plain JSON. A duration such as `10s` becomes a number of seconds, `none` becomes None."""
-    if duration := _DURATION.fullmatch(text):
-        return float(duration[1]) * _UNITS[duration[2]]
+    """Parse a setting's value to plain JSON. `10s` becomes a number of seconds, and `none` becomes None."""
+    if (seconds := duration_s(text)) is not None:
+        return seconds
     try:
         return json.loads(text)
     except ValueError:
@@ -142,9 +143,10 @@ def value_of(text: str) -> Any:
 
 
 def _file(path: Path) -> dict[str, Any]:
-    """Read a policy from a JSON or TOML file, and return its settings by name. Raise UsageError.
+    """Read a policy from a JSON or TOML file, and return the settings by name.
 
-    The settings in the file are grouped by part, as `holdfast replay report -o json` prints a policy."""
+    The file groups the settings by part, in the form in which `holdfast replay report -o json` prints a policy. Raise
+    UsageError if the file is invalid."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise UsageError(f"--policy {path}: larger than {FILE_BYTES_MAX:,} bytes")

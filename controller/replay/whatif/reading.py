@@ -23,10 +23,12 @@ STRETCHES = 3  # stretches per core, so that the first ones are folded while the
 async def stretches(
     journal: Journal, after: int, until: int, decided: int, processes: int | None = None
 ) -> AsyncIterator[StretchRead]:
-    """Yield the events after sequence number `after`, up to and including `until`, as consecutive stretches.
+    """Read the events after sequence number `after`, up to and including `until`, in consecutive ranges.
 
-    Decisions up to the sequence number `decided` are left out. `processes` is the number of reading processes; None means one
-    per core if the part is long, else one. Raise TooMuch, JournalUnavailable, HelperGone.
+    Yield each range in order. Decisions up to the sequence number `decided` are left out, because the fleet state before the
+    events contains them. `processes` is the number of reading processes. None means one process per core if there are at
+    least SHARED_FROM events, and a single process if there are fewer. Raise TooMuch if a range has too many events, HelperGone
+    if a process is killed, or JournalUnavailable if the journal cannot be read.
     """
     reopen = journal.reopen()
     several = processes or (cores() if until - after >= SHARED_FROM else 1)
@@ -51,9 +53,10 @@ async def stretches(
 
 
 async def in_one(batches: AsyncIterator[Sequence[Recorded]], decided: int = 0) -> AsyncIterator[StretchRead]:
-    """Collect all events of `batches` into a single stretch, and yield it. Raise TooMuch.
+    """Collect all events of `batches` into a single `StretchRead`, and yield it.
 
-    Decisions up to the sequence number `decided` are left out."""
+    Decisions up to the sequence number `decided` are left out, because the fleet state before the events contains them. Raise
+    TooMuch if there are too many events."""
     found = StretchRead(decided)
     async for batch in batches:
         for event in batch:

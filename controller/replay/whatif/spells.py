@@ -3,9 +3,9 @@
     good ✓         ✗ ✗ ✗        ✓ good
            └─ began ─┘   └─ ended ─┘
 
-✓ is a good answer, ✗ a bad one. A spell began at some time between the last good and the first bad answer, and ended at some
-time between the last bad and the next good answer. A `place` from 0 to 1 selects a time within such a gap: 0 is its
-beginning, and 1 its end.
+✓ is a good answer, ✗ a bad one. A spell began at some time between the last good and the first bad answer. It ended at some
+time between the last bad and the next good answer. A `place` from 0 to 1 selects a time within such a gap: 0 is its beginning,
+and 1 its end.
 
 A spell of wrong answers covers only the canaries that were answered wrongly, because other canaries may be answered correctly
 at that time. A spell of missing or slow answers covers all canaries.
@@ -28,21 +28,20 @@ class Spell:
     said: int  # kind of the bad answers: SLOW, WRONG or MUTE
     asked: frozenset[int]  # indices of the canaries that the spell covers; empty: all canaries
     fact: CanaryFailed | CanarySlow  # the first bad answer
-    took: (
-        float  # seconds from sending the first canary with a bad answer until the journal recorded the answer
-    )
+    # seconds from sending the first canary with a bad answer until the journal recorded the answer
+    took: float
 
     def began(self, place: float) -> float:
-        """Return when the spell began, if it began at `place` in the gap between the last good and the first bad answer."""
+        """Return when the spell began. `place`, 0 to 1, selects a time between the last good and the first bad answer."""
         if self.momentary and place < 1:
             return self.first
         return self.after + (self.first - self.after) * place
 
     def ended(self, place: float) -> float:
-        """Return when the spell ended, if it ended at `place` in the gap between the last bad and the next good answer.
+        """Return when the spell ended. `place`, 0 to 1, selects a time between the last bad and the next good answer.
 
-        If no good answer followed, the result is infinity. As an exception, with `place` 0 the spell then ended right after the
-        last bad answer."""
+        If no good answer followed, the result is the time right after the last bad answer for `place` 0, and infinity for any
+        other `place`."""
         if self.momentary and place < 1:
             return self.first + self.took
         if self.before == float("inf"):
@@ -51,16 +50,20 @@ class Spell:
 
     @property
     def momentary(self) -> bool:
-        """Whether the spell is a single slow answer, so that most likely no other answer at that time would have been slow."""
+        """Whether the spell is a single slow answer. Most likely, no other answer at that time would have been slow.
+
+        If `place` is below 1, the spell therefore covers only the time of this answer."""
         return self.said == SLOW and self.first == self.last
 
-    def tells(self, canary: int) -> bool:
-        """Return whether the spell covers a canary, given by its index in `RecordedCanaries.names`."""
+    def detects(self, canary: int) -> bool:
+        """Return whether a canary would be answered badly during the spell.
+
+        `canary` is an index in `RecordedCanaries.names`."""
         return not self.asked or canary in self.asked
 
 
 def spells(recorded: RecordedCanaries) -> list[Spell]:
-    """Return the spells of one instance, sorted by their beginning."""
+    """Return the spells (periods of bad canary answers) of one worker instance, sorted by their first bad answer."""
     general = [*_runs(recorded, range(len(recorded)), MUTE), *_runs(recorded, range(len(recorded)), SLOW)]
     wrong = [run for canary in range(len(recorded.names)) for run in _wrong(recorded, canary)]
     return sorted([*general, *_joined(wrong)], key=lambda one: one.first)
@@ -76,7 +79,7 @@ def _runs(
 ) -> list[Spell]:
     """Return one spell for each run of consecutive canaries with the given result.
 
-    `places` are the indices of the results to look at. `canaries` becomes the spells' `asked`."""
+    `places` are the indices of the results to look at. `canaries` are the canaries that the spells cover; empty means all."""
     found: list[Spell] = []
     first: int | None = None
     well = recorded.sent[places[0]] if places else 0.0

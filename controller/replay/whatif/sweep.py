@@ -9,7 +9,7 @@ from typing import Any
 from controller.replay.whatif.comparison import PLACES, Estimate, estimate, finite, limits, totals
 from controller.replay.whatif.course import CourseTerms, take_all
 from controller.replay.whatif.faults import FaultSeen, fared, faults
-from controller.replay.whatif.question import PolicyChange, asked, checked, value_of
+from controller.replay.whatif.question import PolicyChange, checked, parse_changes, value_of
 from controller.replay.whatif.recording import Recording
 from events.errors import UsageError
 
@@ -29,17 +29,17 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """The figures of a sweep for one value of its setting."""
+    """The results of a sweep for one value of the varied setting."""
 
     value: float
     figures: dict[str, Estimate]  # figures over the whole recording, by name
 
 
 def swept(text: str, points: int, besides: PolicyChange) -> Swept:
-    """Parse `--sweep NAME=A..B` into `points` values from A to B, each a constant factor above the last. Raise UsageError.
+    """Parse `--sweep NAME=A..B` into `points` values from A to B, with a constant ratio between successive values.
 
     `besides` holds the other changed settings. If A and B are whole numbers, the values are rounded to whole numbers, and
-    duplicates are removed."""
+    duplicates are removed. Raise UsageError if an argument is invalid."""
     parts = _RANGE.fullmatch(text)
     if parts is None:
         raise UsageError(f"--sweep {text}: must be NAME=A..B, such as --sweep canary.interval=1s..60s")
@@ -48,7 +48,7 @@ def swept(text: str, points: int, besides: PolicyChange) -> Swept:
     low, high = value_of(parts[2]), value_of(parts[3])
     if not (isinstance(low, int | float) and isinstance(high, int | float) and 0 < low < high):
         raise UsageError(f"--sweep {text}: must go from a number or duration above 0 to a larger one")
-    (name,) = asked([f"{parts[1]}={parts[2]}"], None).values
+    (name,) = parse_changes([f"{parts[1]}={parts[2]}"], None).values
     whole = isinstance(low, int) and isinstance(high, int)
     steps = [exp(log(low) + (log(high) - log(low)) * n / (points - 1)) for n in range(points)]
     values = sorted({round(one) for one in steps} if whole else {float(f"{one:.4g}") for one in steps})
@@ -58,7 +58,9 @@ def swept(text: str, points: int, besides: PolicyChange) -> Swept:
 
 
 def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], list[str]]:
-    """Return the figures for each value of the sweep, and sentences about what they do not account for. Raise HelperGone."""
+    """Simulate each value of a sweep. Return the results, and sentences about what the results do not account for.
+
+    Raise HelperGone if a helper process is killed."""
     found = faults(recording)
     each = [asked_for.asked.also(asked_for.name, value) for value in asked_for.values]
     again, *all_ = take_all(
@@ -79,10 +81,11 @@ def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], lis
 
 
 def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str) -> float:
-    """Return the mean seconds from a fault's beginning to the phase `name`, over the faults that were fenced in the recording.
+    """Return the mean seconds from the estimated beginning of a fault until it is fenced or recovered.
 
-    For a fault that did not reach the phase, the time ends at the worker's next fault or at the end of the recording. The
-    result is 0 if no fault was fenced.
+    `name` is "fenced" or "recovered". `weights` are the workers' weights in one simulated history. Only faults that were
+    fenced in the recording count; without such a fault, the result is 0. If the simulated history never fences or recovers a
+    fault, the fault's time ends at the worker's next fault or at the end of the recording.
     """
     times = []
     for fault in found:
@@ -105,7 +108,7 @@ def as_json(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
 
 
 def lines(asked_for: Swept, points: list[SweepPoint]) -> Iterator[str]:
-    """Yield the likely figures of a sweep as the lines of a table, at most 80 characters wide."""
+    """Yield the likely estimates of a sweep as the lines of a table, at most 80 characters wide."""
     yield f"  {asked_for.name:>20}{'fenced':>11}{'recovered':>11}{'exposed':>9}{'GPU s':>11}{'canaries':>11}"
     yield f"  {'':>20}{'s':>11}{'s':>11}{'answers':>9}{'missing':>11}{'asked':>11}"
     for one in points:

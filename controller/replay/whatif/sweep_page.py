@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from controller.replay.pages import asset, environment, plotly
+from controller.replay.pages import asset, plotly, render
 from controller.replay.whatif.comparison import Estimate
 from controller.replay.whatif.sweep import SweepPoint, Swept
 
@@ -13,20 +13,18 @@ STYLE = ("controller.replay.report", "report.css")
 
 
 def html(document: Document, picture: Document, asked: list[str]) -> str:
-    """Return a sweep and its chart as an HTML page. Raise NoPlotly.
+    """Return the sweep `document` and its chart `picture` as an HTML page. Raise NoPlotly without Plotly.
 
     `asked` holds the lines at the top of the page: the recorded period and the other changed settings."""
-    return (
-        environment(__package__, escape=True)
-        .get_template("sweep.html.jinja")
-        .render(
-            sweep=document,
-            asked=asked,
-            picture=picture,
-            style=asset(*STYLE),
-            script=asset(__package__, "sweep.js"),
-            plotly=plotly(),
-        )
+    return render(
+        __package__,
+        "sweep.html.jinja",
+        sweep=document,
+        asked=asked,
+        picture=picture,
+        style=asset(*STYLE),
+        script=asset(__package__, "sweep.js"),
+        plotly=plotly(),
     )
 
 
@@ -45,7 +43,8 @@ COLUMNS = 2
 def figure(asked_for: Swept, points: list[SweepPoint]) -> Document:
     """Return the chart of a sweep as Plotly's `data` and `layout`.
 
-    The chart has one panel per figure: a line for the likely estimate, and a band from the lowest to the highest."""
+    The chart has one panel per measure, such as ejections. A line shows the likely estimate, and a band reaches from the
+    lowest to the highest estimate."""
     data: list[Document] = []
     layout: Document = {
         "showlegend": False, "height": 900,

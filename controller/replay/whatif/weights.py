@@ -1,4 +1,4 @@
-"""Keeps each worker's traffic weight and health status over time, as recorded or on a course."""
+"""Keeps each worker's traffic weight and health status over time, as recorded or as simulated."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -11,7 +11,7 @@ from events.decisions import HealthStatus
 
 
 class WeightStep(NamedTuple):
-    """The weight and status of a worker from the time `at` until its next step."""
+    """The weight and status of a worker from the time `at` until the worker's next step."""
 
     at: float  # seconds since 1970
     weight: float  # share of the traffic, 0 to 1
@@ -19,7 +19,7 @@ class WeightStep(NamedTuple):
     spare: bool  # the worker waits as a spare and serves no requests
 
     @property
-    def well(self) -> bool:
+    def in_service(self) -> bool:
         """Whether the worker is in full service, or is a healthy spare."""
         return self.status is HealthStatus.HEALTHY and (self.weight >= 1.0 or self.spare)
 
@@ -33,7 +33,7 @@ AT = attrgetter("at")
 
 
 class Weights:
-    """The weight and status of every worker over time, as steps, oldest first. Times are seconds since 1970."""
+    """The traffic weight and status of every worker over time, as steps, oldest first. Times are seconds since 1970."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.steps: dict[str, list[WeightStep]] = defaultdict(list)
@@ -42,7 +42,7 @@ class Weights:
             self.note(float("-inf"), name, worker)
 
     def note(self, at: float, name: str, worker: Worker | None) -> None:
-        """Record the weight and status of a worker from the time `at` on, if they changed.
+        """Record the weight and status of a worker from the time `at` on, if either has changed.
 
         `worker` is None if the worker is no longer part of the fleet."""
         steps = self.steps[name]
@@ -56,18 +56,18 @@ class Weights:
             steps.append(step)
 
     def was(self, name: str, at: float) -> WeightStep | None:
-        """Return the step of a worker at a time, or None if the worker had not joined by then."""
+        """Return the weight and status of a worker at the time `at`, or None if the worker had not joined by then."""
         steps = self.steps.get(name, [])
         place = bisect_right(steps, at, key=AT)
         return steps[place - 1] if place else None
 
     def since(self, name: str, at: float) -> list[WeightStep]:
-        """Return the step of a worker at a time, and all later steps. The list is empty if the worker never joined."""
+        """Return a worker's step at the time `at` and all later steps. The list is empty if the worker never joined."""
         steps = self.steps.get(name, [])
         return steps[max(0, bisect_right(steps, at, key=AT) - 1) :]
 
     def stretches(self, name: str, start: float, end: float) -> Iterator[tuple[float, float, WeightStep]]:
-        """Yield the steps of a worker between two times, each as (begin, end, step), cut to the two times."""
+        """Yield the steps of a worker from `start` to `end`, each as (begin, end, step) with times within these limits."""
         steps = self.steps.get(name, [])
         for place, step in enumerate(steps):
             until = steps[place + 1].at if place + 1 < len(steps) else end
@@ -76,9 +76,9 @@ class Weights:
                 yield first, last, step
 
     def missing(self, start: float, end: float) -> float:
-        """Return the service missing between two times, in GPU-seconds: (1 - weight) times seconds times GPUs, over all workers.
+        """Return the service missing between two times, in GPU-seconds.
 
-        Spares and dead workers do not count."""
+        It is the sum of (1 - weight) times seconds times GPUs over all workers. Spares and dead workers do not count."""
         return sum(
             (last - first) * (1.0 - step.weight) * self.gpus[name]
             for name in self.steps

@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from controller.ports import Archive, StateStore
 from controller.replay import moment_parser, timeline
 from controller.replay.atomic_file import written
+from controller.replay.event_lookup import FleetHistory
 from controller.replay.sentences import count, span
 from controller.replay.whatif import sweep as sweeps
 from controller.replay.whatif.comparison import (
@@ -21,10 +21,10 @@ from controller.replay.whatif.comparison import (
     TotalCompared,
     compare,
 )
-from controller.replay.whatif.question import INTERVAL, SILENCE, asked, setting, value_of
+from controller.replay.whatif.question import INTERVAL, SILENCE, parse_changes, setting, value_of
 from controller.replay.whatif.recording import Recording, between, instant, of_incident
+from controller.terminal_text import shortened
 from events.errors import HoldfastError, UsageError
-from events.journal.port import Journal
 
 
 class NothingToAsk(HoldfastError):
@@ -32,22 +32,19 @@ class NothingToAsk(HoldfastError):
 
 
 async def execute(
-    args: argparse.Namespace,
-    journal: Journal,
-    store: StateStore | None,
-    archive: Archive,
-    now: datetime,
-    echo: Callable[[str], None],
+    args: argparse.Namespace, history: FleetHistory, now: datetime, echo: Callable[[str], None]
 ) -> None:
-    """Answer the what-if question of the arguments, and print the answer with `echo` or write it to a file.
+    """Answer the what-if question in the arguments. Print the answer with `echo`, or write the answer to a file.
 
-    Raise UsageError, NothingToAsk, TooMuch, CannotWrite, NoPlotly, HelperGone, NoLonger, NotYet."""
-    what = asked(args.set, args.policy)
+    Raise UsageError or BadMoment for invalid arguments. Raise NothingToAsk, NoSuchEvent or NoLonger if the journal lacks the
+    selected events, or TooMuch if they are too many. Raise CannotWrite, NoPlotly or HelperGone if the answer
+    cannot be computed or written."""
+    what = parse_changes(args.set, args.policy)
     sweep = sweeps.swept(args.sweep, args.points, what) if args.sweep else None
     if sweep is None and not what.values:
         raise UsageError("nothing to compare: give --set NAME=VALUE, --policy FILE or --sweep NAME=A..B")
     form = _form(args.output, sweep is not None)
-    recording, incident = await _recording(args, journal, store, archive, now)
+    recording, incident = await _recording(args, history, now)
     _as_it_was(recording, args.recorded)
     if sweep is not None:
         _sweep(recording, sweep, args.output, form, echo)
@@ -98,30 +95,31 @@ def _sweep(
         echo(line)
 
 
-async def _recording(
-    args: argparse.Namespace, journal: Journal, store: StateStore | None, archive: Archive, now: datetime
-) -> tuple[Recording, str]:
-    """Read the part of the journal that the arguments select. Raise UsageError, NothingToAsk.
+async def _recording(args: argparse.Namespace, history: FleetHistory, now: datetime) -> tuple[Recording, str]:
+    """Read the part of the journal that the arguments select.
 
-    The second result is the id of the selected incident, or "" if the arguments select a time range."""
+    The second result is the id of the selected incident, or "" if the arguments select a time range. Raise UsageError for
+    contradictory arguments, or NothingToAsk if the part has no events."""
     if args.incident and (args.since or args.until):
         raise UsageError("--incident selects its own part of history: omit --since and --until")
-    incident, found = "", None
+    incident, found, journal = "", None, history.journal
     if args.incident:
-        incident = await timeline.incident_of(archive, journal, args.incident)
-        story = await timeline.story(journal, archive, incident)
-        found = await of_incident(journal, store, archive, story)
+        incident = await timeline.incident_of(history.archive, journal, args.incident)
+        story = await timeline.story(journal, history.archive, incident)
+        found = await of_incident(history, story)
     else:
         since = moment_parser.parse(args.since, now) if args.since else await journal.first_seq()
         until = moment_parser.parse(args.until, now) if args.until else None
-        found = await between(journal, store, archive, since, until)
+        found = await between(history, since, until)
     if found is None:
         raise NothingToAsk(f"no event in this part of the journal. {NothingToAsk.__doc__}")
     return found, incident
 
 
 def _as_it_was(recording: Recording, given: Sequence[str]) -> None:
-    """Set the canary interval or silence timeout of the recording to the values of `--recorded`. Raise UsageError."""
+    """Set the recording's canary interval and silence timeout as given by `--recorded`.
+
+    Raise UsageError for invalid values."""
     for one in given:
         name, _, text = one.partition("=")
         value = value_of(text)
@@ -139,7 +137,7 @@ FAULTS_SHOWN, DECISIONS_SHOWN = 20, 12  # `-o json` prints all of them
 
 
 def lines(answer: Comparison) -> Iterator[str]:
-    """Yield the lines of the text output."""
+    """Yield the lines that describe a comparison in text output."""
     for name, was, now in answer.changed:
         yield f"what if {name} had been {setting(name, now)} instead of {setting(name, was)}?"
     yield f"{count(len(answer.faults), 'fault')}, {period(answer.recording)}"
@@ -188,13 +186,9 @@ def _decisions(answer: Comparison) -> Iterator[str]:
     yield "  decisions that differ:                      again  would be"
     for one in answer.decisions[:DECISIONS_SHOWN]:
         words = " ".join(filter(None, (one.kind, one.subject, one.what)))
-        yield f"    {_cut(words, 40):<40}{one.again:>7}{one.would:>10}"
+        yield f"    {shortened(words, 40):<40}{one.again:>7}{one.would:>10}"
     if len(answer.decisions) > DECISIONS_SHOWN:
         yield f"    and {len(answer.decisions) - DECISIONS_SHOWN} more: use -o json for all"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _range(estimate: Estimate, shown: Any) -> str:

@@ -3,12 +3,12 @@
     sent ──▶ all blocks of the prompt are assumed cached ── ttl without a prompt that begins with them ──▶ dropped
                                                           └─ too many blocks in total: the oldest first ──▶ dropped
 
-This cache is used for workers that do not publish KV events. A prompt that is sent again, or that another prompt
-begins with, is kept for another ttl. Of blocks that were last sent at the same time, those at the end of a prompt are
+This cache is used for workers that do not publish KV events. A prompt is kept for another ttl when it is sent again, either
+alone or as the beginning of a longer prompt. Of blocks that were last sent at the same time, those at the end of a prompt are
 dropped first. So the remaining blocks are always a prefix.
 
-A holder is a DP rank. Each holder has one tree of pieces (consecutive blocks), with one node per branch of its
-prompts. Look-ups use the index.
+A holder is a DP rank. The prompts sent to a holder form one tree, which branches where prompts differ. A node of the tree
+is a piece (consecutive blocks). `find` does not use the trees, but a `KvIndex` of the same blocks.
 """
 
 from collections import OrderedDict
@@ -38,8 +38,8 @@ class _SentBlocks:
 class ApproximateCache:
     """The blocks that were recently sent to each holder, and may still be cached there.
 
-    Beside an index with KV events, this cache covers blocks that workers have not reported yet: see `KvIndex` and
-    `better`.
+    If a `KvIndex` is used too, this cache covers the blocks that workers have not reported yet. The function `better` combines
+    a result of the `KvIndex` with a result of this cache.
     """
 
     def __init__(self, *, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX) -> None:
@@ -64,7 +64,7 @@ class ApproximateCache:
 
     @property
     def swept(self) -> bool:
-        """Whether the blocks of all holders that have gone are freed."""
+        """Whether the blocks of all removed holders have been freed."""
         return not self._unswept
 
     def sent(self, holder: WorkerRank, blocks: Sequence[int], *, now: float) -> None:
@@ -107,7 +107,7 @@ class ApproximateCache:
         self._unswept = True
 
     def expire(self, *, now: float) -> None:
-        """Drop blocks that were sent longer than the ttl ago, and free the blocks of holders that have gone.
+        """Drop blocks that were last sent more than the ttl ago, and free the blocks of holders that have gone.
 
         Each call does a limited part of this work. Later calls do the rest.
         """
@@ -141,7 +141,10 @@ class ApproximateCache:
 
     @staticmethod
     def _split(tail: _SentBlocks, place: int) -> _SentBlocks:
-        """Split a piece and return a new piece with the blocks before `place`. The old piece keeps the rest, and its age."""
+        """Split a piece. Return a new piece with the blocks before `place`; the old piece keeps the rest.
+
+        The new piece counts as sent at the same time as the old one.
+        """
         assert tail.parent is not None
         head = _SentBlocks(tail.holder, tail.blocks[:place], tail.parent, tail.at)
         tail.parent.children[head.blocks[0]] = head
@@ -166,7 +169,7 @@ class ApproximateCache:
 
 
 def better(one: Matches, other: Matches) -> Matches:
-    """Return the longer match of the two for each holder, on each cache tier."""
+    """Combine two look-ups: for each holder, return the longer of the two matches on each cache tier."""
     if not other.disk:  # `disk` counts all tiers
         return one
     if not one.disk:

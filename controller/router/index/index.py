@@ -6,12 +6,12 @@ The index is a radix tree of *runs*, and one map from block to run.
     run     consecutive blocks that the same workers hold; one bit mask per cache tier records these workers
     tree    the children of a run begin right after its last block
 
-A look-up walks runs, not blocks, because if the last block of a run matches the prompt at that depth, all blocks
-before it match too. A run is split where the holders of its blocks start to differ. It is joined with its only child
-when both have the same holders again.
+A look-up walks runs, not blocks. It compares only the last block of a run with the prompt: if this block matches,
+all blocks before it match too. A run is split where the holders of its blocks start to differ. It is joined with its
+only child when both have the same holders again.
 
 Only blocks that are contiguous from the first one count. A hole (a block that was removed before the blocks behind
-it) ends a worker's match. The blocks behind the hole count again when it is filled.
+it) ends a worker's match. The blocks behind the hole count again when the hole is filled.
 
 Look-up results are kept as groups of holders, because most of a thousand workers have the same match: the beginning
 that all prompts share. Individual holders are enumerated only when a caller reads the result by holder.
@@ -63,9 +63,9 @@ def without(masks: Masks, gone: Masks) -> Masks:
 
 
 def common(own: Sequence[int], first: int, others: Sequence[int], start: int) -> int:
-    """Return how many blocks are equal, from `first` in `own` and from `start` in `others`.
+    """Return the number of equal blocks at the start of `own[first:]` and `others[start:]`.
 
-    A binary search, because two equal blocks imply that all blocks before them are equal.
+    A binary search is possible, because two equal blocks imply that all blocks before them are equal.
     """
     low, high = 0, min(len(own) - first, len(others) - start)
     if high and own[first + high - 1] == others[start + high - 1]:
@@ -80,9 +80,9 @@ def common(own: Sequence[int], first: int, others: Sequence[int], start: int) ->
 
 
 def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, int]:
-    """Return the start and length of the part of a run that equals `blocks` from `position` on.
+    """Return the part of a run that matches `blocks` from `position` on, as its start in the run and its length.
 
-    `blocks` may be in the order of the run or in reverse.
+    The part ends where `blocks` and the run differ. `blocks` may list the run's blocks in prompt order or in reverse.
     """
     own, last = run.blocks, len(blocks) - position
     place, size = run.place(blocks[position]), 1
@@ -96,7 +96,7 @@ def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, i
 
 
 def places(mask: int) -> Iterator[int]:
-    """Yield the positions of the set bits, lowest first."""
+    """Yield the positions of the bits that are set in `mask`, lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -114,7 +114,7 @@ class Depths(Mapping[WorkerRank, int]):
         self._made: dict[WorkerRank, int] | None = None
 
     def named(self) -> dict[WorkerRank, int]:
-        """Return the number of blocks of each holder as a plain dict."""
+        """Return the number of matching blocks of each holder as a plain dict."""
         made = self._made
         if made is None:
             groups = self.groups
@@ -124,7 +124,10 @@ class Depths(Mapping[WorkerRank, int]):
         return made
 
     def deepest(self, keys: Container[Key]) -> int:
-        """Return the largest depth of any DP rank of these workers, without building the mapping."""
+        """Return the largest number of matching blocks of any DP rank of these workers.
+
+        The mapping is not built for this.
+        """
         for group, depth in reversed(self.groups):
             if any(holder[:2] in keys for holder in group):
                 return depth
@@ -147,7 +150,7 @@ class Depths(Mapping[WorkerRank, int]):
 
 
 class Matches(msgspec.Struct):
-    """How many leading blocks of a prompt each holder has, by the slowest cache tier from which they may be fetched.
+    """How many leading blocks of a prompt each holder has, counted on three sets of cache tiers.
 
     `device` counts blocks on the device, `host` those on the device or in host memory, and `disk` those on any tier.
     A holder without blocks is missing. If no slower tier is in use, all three are the same mapping.
@@ -164,7 +167,10 @@ class Matches(msgspec.Struct):
 
 
 class Misplaced(ValueError):
-    """Blocks that contradict the index: their parent is not held by this holder, or they are at another depth."""
+    """Blocks that contradict the index.
+
+    Either the holder of the blocks does not hold their parent, or the index knows them at another depth of the prompt.
+    """
 
 
 class ParentNotHeld(Misplaced):
@@ -206,12 +212,11 @@ class KvIndex:
     def store(
         self, holder: WorkerRank, parent: int | None, blocks: Sequence[int], tier: Tier = Tier.DEVICE
     ) -> None:
-        """Record that a holder has these blocks. The first block comes right after `parent`, or at the start of prompts
-        if None.
+        """Record that a holder has these blocks.
 
-        Blocks that the holder already has change nothing. Raise ParentNotHeld, without a change, if the holder does
-        not have the parent. Raise Misplaced if a block contradicts its known depth; the blocks before that one have
-        been stored.
+        The first block comes right after the block `parent`, or at the start of prompts if `parent` is None. Blocks that the
+        holder already has change nothing. Raise ParentNotHeld, without a change, if the holder does not have the parent. Raise
+        Misplaced if the index knows a block at another depth; the blocks before that one have then been stored.
         """
         bit = self._bit(holder)
         run, depth = self._after(bit, parent)
@@ -270,7 +275,7 @@ class KvIndex:
             self._groups.clear()
 
     def sweep(self, limit: int = 1000) -> bool:
-        """Free the blocks of forgotten holders, at most `limit` runs per call. Return whether some are left."""
+        """Free blocks of forgotten holders, at most `limit` runs per call. Return whether blocks remain to be freed."""
         if not self._sweeping:
             if not self._gone:
                 return False
@@ -323,7 +328,10 @@ class KvIndex:
         return Depths(found)
 
     def held(self, holder: WorkerRank) -> Iterator[tuple[Tier, int | None, list[int]]]:
-        """Yield the arguments of the `store` calls that would reproduce a holder's blocks, parents first."""
+        """Yield a holder's blocks as arguments of `store`, parents before their children.
+
+        Calls of `store` with these arguments would reproduce the holder's blocks.
+        """
         bit = self._bits.get(holder, 0)
         below = [self._root]
         while below:
@@ -348,7 +356,7 @@ class KvIndex:
         return bit
 
     def _group(self, mask: int) -> tuple[WorkerRank, ...]:
-        """Return the holders with these bits. Frequent sets are cached."""
+        """Return the holders of the bits that are set in `mask`. The results are cached."""
         group = self._groups.get(mask)
         if group is None:
             if len(self._groups) >= _GROUPS_MAX:
@@ -371,7 +379,7 @@ class KvIndex:
     def _grow(self, run: BlockRun, depth: int, blocks: list[int], tier: Tier, bit: int) -> None:
         """Add new blocks after the block at `depth` - 1, which is in `run`.
 
-        Raise Misplaced if one of them is known elsewhere.
+        Raise Misplaced if one of the new blocks is already in the index, or occurs twice.
         """
         if not self._runs.keys().isdisjoint(blocks) or len(set(blocks)) < len(blocks):
             raise Misplaced(f"some of the {len(blocks)} blocks after {blocks[0]} lie elsewhere, or twice")
@@ -424,7 +432,7 @@ class KvIndex:
         return run, self._add(tail)
 
     def _tidy(self, run: BlockRun) -> None:
-        """Remove a run without holders and children, or join it with its neighbours, after its holders have changed."""
+        """Remove a run without holders and children. Join any other run with its parent and its only child, if possible."""
         if run.masks == NO_HOLDERS and not run.children:
             self._cut(run, 0)
             return
@@ -434,7 +442,7 @@ class KvIndex:
             self._join(run.parent, run)
 
     def _cut(self, run: BlockRun, place: int) -> None:
-        """Drop the blocks of a run from `place` on, which have no holders and no successors."""
+        """Drop the blocks of a run from `place` on. These blocks must have no holders and no successors."""
         first = run.blocks[0]
         for block in run.blocks[place:]:
             del self._runs[block]
@@ -452,7 +460,10 @@ class KvIndex:
             self._tidy(parent)
 
     def _join(self, run: BlockRun, child: BlockRun) -> BlockRun:
-        """Join a run with its only child if both have the same holders. Return the run that contains the blocks of `run`."""
+        """Join a run with its only child if both have the same holders.
+
+        Return the run that then contains the blocks of `run`.
+        """
         if run is self._root or run.masks != child.masks or len(run.children) != 1:
             return run
         if len(child.blocks) <= len(run.blocks):

@@ -1,6 +1,6 @@
 """The KV view of a frontend: the index of cached blocks, and one feed of KV events per DP rank.
 
-    absorb   the live workers: a new rank is requested in full, a rank that is gone is dropped
+    absorb   the live workers: all blocks of a new rank are requested, a rank that is gone is dropped
     take     live KV-event batches of workers   ┐
     answer   responses to requests              ├─▶ feed ─▶ events ─▶ index
     due      the next request to send           ┘
@@ -19,25 +19,13 @@ from random import random
 
 from controller.router.endpoints import RANKS_MAX, Key, WorkerRank
 from controller.router.index.index import KvIndex, ParentNotHeld
-from events.kv import (
-    Answer,
-    Cleared,
-    Dump,
-    Events,
-    KvBatch,
-    KvEvent,
-    KvRefused,
-    KvRequest,
-    Stored,
-    Tier,
-    TooNew,
-)
+from events import kv
 from events.observations import WorkerJoined
 
 AHEAD_MAX = 65_536  # blocks and events that are buffered until the events missing before them have arrived
 RETRY_S = 0.2  # seconds until a failed request is sent again, doubled after each further failure
 RETRIES_MAX = 6  # largest number of doublings of RETRY_S: 12.8 s
-CLEARED = Cleared()  # added by this frontend, not sent by a worker: the events after it replace everything
+CLEARED = kv.Cleared()  # added by this frontend, not sent by a worker: the events after it replace everything
 
 
 @dataclass(slots=True)
@@ -55,21 +43,22 @@ class Counts:
 class Feed:
     """Puts the KV events of one rank in order, detects missing events, and requests them.
 
-    restoring ──── a complete dump ───▶ following ──── an event beyond the next ────▶ catching up
+    restoring ──── a complete dump ───▶ following ──── an id higher than `next` ────▶ catching up
        ▲    └── event 0, or cleared ──▶    ▲                                          │  │
        │                                   └──────────── nothing is missing ──────────┘  │
        └───────────────────── the worker does not know these ids ────────────────────────┘
 
-    live batch   events with an id below `next` are dropped, those from `next` on are applied, and those beyond are buffered
-    cleared      a fresh start: the rank holds nothing, whatever was missed before; event 0 is a fresh start, too
-    events       the response to a request for events; it must reach back to `next`
-    dump         the response with all blocks, in parts; it replaces everything
+    live batch   `next` is the id of the event to apply next. Events with a lower id are dropped, a batch that contains `next` is
+                 applied from there on, and a batch that begins with a higher id is buffered.
+    cleared      a fresh start: the rank holds nothing, so missed events do not matter. Event 0 is a fresh start, too.
+    events       the response to a request for events. If it begins after `next`, all blocks are requested.
+    dump         the response with all blocks, in parts. It replaces everything.
 
-    `take` and `answer` return the events to apply. `Cleared` among them means that the rank holds nothing at that
-    point. Only the response to the last request counts. It is ignored if a fresh start or the missing events have
-    arrived before it. No rank is ever given up: missing events are requested again, with exponential backoff. Events
-    that do not fit into the buffer are requested with the missing ones. `due` is the time of the next request, or
-    None if no request is due.
+    `take` and `answer` return the events to apply. A `Cleared` event in the result means that the rank holds nothing at that
+    point. A response is ignored if a later request was sent. It is also ignored if the feed had a fresh start, or received all
+    missing events, before the response came. Missing events are requested again without limit, with exponential backoff. Events
+    that do not fit into the buffer are requested like missing events. `due` is the time of the next request, or None if no
+    request is due.
     """
 
     rank: int
@@ -78,22 +67,21 @@ class Feed:
     noted: float | None = None  # time at which the caller will check `due`; set by the caller
     next: int | None = None  # id of the next event to apply; None while restoring
     seen: int = 0  # highest event id known to exist, plus one
-    _asked: KvRequest | None = None  # the request in flight
+    _asked: kv.KvRequest | None = None  # the request in flight
     # id of the dump that is being applied, and the number of its next part
     _dump: tuple[int, int] | None = None
-    _ahead: dict[int, Sequence[KvEvent]] = field(
-        default_factory=dict
-    )  # buffered events, by the id of the first
+    # buffered events, by the id of the first
+    _ahead: dict[int, Sequence[kv.KvEvent]] = field(default_factory=dict)
     _weight: int = 0  # number of blocks and events in `_ahead`
     _tries: int = 0  # consecutive failed requests
     _gap: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether all events known to exist were applied."""
+        """Whether all events of the rank that are known to exist were applied."""
         return self.next is not None and self.seen <= self.next
 
-    def take(self, batch: KvBatch, now: float) -> Sequence[KvEvent]:
+    def take(self, batch: kv.KvBatch, now: float) -> Sequence[kv.KvEvent]:
         """Accept a live KV-event batch of the worker. Return the events to apply."""
         first, events = batch.first, batch.events
         self.seen = max(self.seen, first + len(events))
@@ -109,46 +97,52 @@ class Feed:
         self.next += len(new)
         return self._settled(new, now)
 
-    def _fresh(self, first: int, events: Sequence[KvEvent]) -> int | None:
-        """Return the index in a batch from which its events apply without any earlier event, or None if there is no such
-        index.
+    def _fresh(self, first: int, events: Sequence[kv.KvEvent]) -> int | None:
+        """Return the index in `events` right after the last fresh start; None if the events contain no fresh start.
+
+        A fresh start is a point at which the rank holds nothing, so that no earlier event is needed. There are two kinds:
+        the point after a `Cleared` event that was not applied yet and, while the feed waits for a dump, the point before
+        event 0.
         """
         for place in range(len(events) - 1, -1, -1):
-            if isinstance(events[place], Cleared) and first + place >= (self.next or 0):
+            if isinstance(events[place], kv.Cleared) and first + place >= (self.next or 0):
                 return place + 1
         return 0 if self.next is None and first == 0 else None
 
     def doubt(self, due: float) -> None:
-        """Send a request at `due` even if no event seems to be missing, unless a request is in flight."""
+        """Schedule a request at the time `due`, even if no event seems to be missing.
+
+        There is no effect while a request is in flight.
+        """
         if self._asked is None:
             self.due = due
 
-    def ask(self) -> KvRequest:
+    def ask(self) -> kv.KvRequest:
         """Return the request to send now. The caller must pass its response to `answer`."""
         self.due = None
         if self._dump is not None:
-            self._asked = KvRequest(self.rank, dump=self._dump[0], part=self._dump[1])
+            self._asked = kv.KvRequest(self.rank, dump=self._dump[0], part=self._dump[1])
         else:
-            self._asked = KvRequest(self.rank, first=self.next)
+            self._asked = kv.KvRequest(self.rank, first=self.next)
         return self._asked
 
-    def answer(self, ask: KvRequest, answer: Answer | None, now: float) -> Sequence[KvEvent]:
-        """Process the response to a request; None means that no response came. Return the events to apply."""
+    def answer(self, ask: kv.KvRequest, answer: kv.Answer | None, now: float) -> Sequence[kv.KvEvent]:
+        """Process the response to the KV request `ask`; None if no response came. Return the events to apply."""
         if ask is not self._asked:
             return ()
         self._asked = None
         match answer:
-            case Events(first=first, events=events) if self.next is not None and first <= self.next:
+            case kv.Events(first=first, events=events) if self.next is not None and first <= self.next:
                 if new := list(events[self.next - first :]):
                     self.next += len(new)
                     return self._advanced(new, now)
-            case Dump(part=part) if (answer.next, part) == self._dump or (ask.dump is None and part == 0):
+            case kv.Dump(part=part) if (answer.next, part) == self._dump or (ask.dump is None and part == 0):
                 return self._take_dump(answer, now)
             # the events that seemed to be missing do not exist
-            case TooNew(next=newest) if newest == self.next:
+            case kv.TooNew(next=newest) if newest == self.next:
                 self.seen = newest
                 return self._advanced([], now)
-            case None | KvRefused():
+            case None | kv.KvRefused():
                 self._dump = self._dump if answer is None else None
             case _:
                 self.next = self._dump = None
@@ -157,8 +151,8 @@ class Feed:
         self._tries += 1
         return ()
 
-    def _take_dump(self, dump: Dump, now: float) -> Sequence[KvEvent]:
-        new: list[KvEvent] = [*dump.events] if dump.part else [CLEARED, *dump.events]
+    def _take_dump(self, dump: kv.Dump, now: float) -> Sequence[kv.KvEvent]:
+        new: list[kv.KvEvent] = [*dump.events] if dump.part else [CLEARED, *dump.events]
         self.next = self._dump = None
         if dump.part + 1 < dump.parts:
             self._dump = dump.next, dump.part + 1
@@ -168,12 +162,12 @@ class Feed:
         self._counts.restored += 1
         return self._advanced(new, now)
 
-    def _advanced(self, new: list[KvEvent], now: float) -> Sequence[KvEvent]:
-        """Continue after a useful response: apply buffered events, and request the events that are still missing."""
+    def _advanced(self, new: list[kv.KvEvent], now: float) -> Sequence[kv.KvEvent]:
+        """Return the events to apply after a useful response: `new`, then buffered ones. Request those still missing."""
         self._tries, self.due = 0, now  # `_settled` resets `due` if nothing is missing
         return self._settled(new, now)
 
-    def _settled(self, new: list[KvEvent], now: float) -> Sequence[KvEvent]:
+    def _settled(self, new: list[kv.KvEvent], now: float) -> Sequence[kv.KvEvent]:
         """Add the buffered events that follow `new`, and check whether events are missing. Return all events to apply."""
         if self.next is None:
             return new
@@ -194,20 +188,20 @@ class Feed:
             self.due = now
         return new
 
-    def _keep(self, first: int, events: Sequence[KvEvent]) -> None:
+    def _keep(self, first: int, events: Sequence[kv.KvEvent]) -> None:
         weight = _weight(events)
         if events and first not in self._ahead and self._weight + weight <= AHEAD_MAX:
             self._ahead[first] = events
             self._weight += weight
 
-    def _drop(self, first: int) -> Sequence[KvEvent]:
+    def _drop(self, first: int) -> Sequence[kv.KvEvent]:
         events = self._ahead.pop(first)
         self._weight -= _weight(events)
         return events
 
 
-def _weight(events: Sequence[KvEvent]) -> int:
-    return sum(1 if isinstance(event, Cleared) else 1 + len(event.blocks) for event in events)
+def _weight(events: Sequence[kv.KvEvent]) -> int:
+    return sum(1 if isinstance(event, kv.Cleared) else 1 + len(event.blocks) for event in events)
 
 
 SLACK = 1.05  # factor on the registered blocks, because the events of one step may arrive out of order
@@ -227,12 +221,12 @@ DOUBT_S = 0.5
 
 @dataclass(slots=True)
 class KvClaims:
-    """Compares workers' claims about cached blocks with their registrations, and with what requests found cached.
+    """Checks workers' claims about their cached blocks.
 
-    A worker instance loses its claims if it claims more blocks than it has, or if requests do not find the claimed
-    blocks. It is then treated as if it had nothing cached, until the instance ends. A claim is wrong if a request
-    found less than half of it. One wrong claim is normal, because blocks are evicted. 12 wrong claims among the last
-    16 are not.
+    A claim is what a worker's KV events say about its cache. A claim about a prompt is wrong if the answer reports fewer than
+    half of the claimed tokens as cached. A single wrong claim is normal, because blocks are evicted. A worker instance is no
+    longer believed if 12 of its last 16 claims were wrong, or if it claims more blocks than it registered. From then on, the
+    instance is treated as if it had nothing cached.
     """
 
     lost: Callable[[Key, str], None] = lambda key, why: None  # called when an instance loses its claims
@@ -242,7 +236,7 @@ class KvClaims:
     _looked: dict[WorkerRank, float] = field(default_factory=dict)
     _wrong: dict[Key, deque[bool]] = field(default_factory=dict)
 
-    def know(self, blocks: Mapping[Key, int]) -> None:
+    def set_workers(self, blocks: Mapping[Key, int]) -> None:
         """Set the live worker instances, each with its registered number of blocks."""
         self._blocks = dict(blocks)
         self.disbelieved &= blocks.keys()
@@ -260,7 +254,7 @@ class KvClaims:
         most = self._blocks.get(key, 0) * SLACK + SLACK_BLOCKS
         if held <= self._looked.get(holder, most):
             return True
-        on_device = sum(len(blocks) for tier, _, blocks in index.held(holder) if tier == Tier.DEVICE)
+        on_device = sum(len(blocks) for tier, _, blocks in index.held(holder) if tier == kv.Tier.DEVICE)
         self._looked[holder] = held * LOOK_AGAIN
         if on_device <= most and held <= most * TIERED_MAX:
             return True
@@ -268,7 +262,7 @@ class KvClaims:
         return False
 
     def compare(self, key: Key, claimed: int, cached: int) -> None:
-        """Compare the prompt tokens that a worker claimed as cached with those that a request found cached."""
+        """Compare the cached tokens that a worker claimed for a prompt with those that the answer reported."""
         if claimed < CLAIMED_MIN or key in self.disbelieved or key not in self._blocks:
             return
         record = self._wrong.setdefault(key, deque(maxlen=JUDGED))
@@ -283,7 +277,7 @@ class KvClaims:
 
 @dataclass(frozen=True, slots=True)
 class KvHealth:
-    """How complete the index is: ranks, complete ranks, and blocks."""
+    """The completeness of the index: the numbers of ranks, of complete ranks, and of blocks."""
 
     ranks: int  # ranks that report their blocks
     complete: int  # ranks of which all known events were applied
@@ -294,7 +288,7 @@ class KvHealth:
 
 
 class KvView:
-    """The index of one frontend, and the feeds that update it. One task owns it."""
+    """The KV index of one frontend, and the feeds that update the index. One task owns this object."""
 
     def __init__(self, dice: Callable[[], float] = random) -> None:
         self.index = KvIndex()
@@ -309,15 +303,15 @@ class KvView:
         self._turn = count()
 
     def absorb(self, joined: Iterable[WorkerJoined], now: float) -> None:
-        """Follow the ranks of these live workers that publish KV events, and drop all other ranks.
+        """Follow the ranks of the live workers (`joined`) that publish KV events. Drop all other ranks.
 
-        Cheap if no worker has joined or left.
+        The call is cheap if no worker has joined or left.
         """
         joined = list(joined)
         if len(joined) == len(self._joined) and all(map(is_, joined, self._joined)):
             return
         self._joined = joined
-        self.claims.know({(w.worker, w.instance): w.profile.kv_blocks for w in joined if w.kv_events})
+        self.claims.set_workers({(w.worker, w.instance): w.profile.kv_blocks for w in joined if w.kv_events})
         living = [
             WorkerRank(w.worker, w.instance, rank)
             for w in joined
@@ -333,7 +327,7 @@ class KvView:
                 self._note(holder, self._feeds[holder])
 
     def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare the prompt tokens that a rank claimed as cached with those that a request found cached there."""
+        """Compare the cached tokens that a rank claimed for a prompt with those that the answer reported."""
         key = (holder.worker, holder.instance)
         self.claims.compare(key, claimed, cached)
         if key in self.claims.disbelieved:
@@ -346,7 +340,7 @@ class KvView:
             self.index.forget(holder)
 
     def complete(self, holder: WorkerRank) -> bool:
-        """Return whether all events known to exist for a rank were applied."""
+        """Return whether all events of a rank that are known to exist were applied."""
         feed = self._feeds.get(holder)
         return feed is not None and feed.complete
 
@@ -358,26 +352,22 @@ class KvView:
 
     # --- messages from workers
 
-    def take(self, batch: KvBatch, now: float) -> None:
+    def take(self, batch: kv.KvBatch, now: float) -> None:
         """Apply a live KV-event batch of a worker. A batch of a rank that is not followed is dropped."""
         holder = WorkerRank(batch.worker, batch.instance, batch.rank)
         feed = self._feeds.get(holder)
         if feed is not None:
-            self._apply(holder, feed.take(batch, now))
-            if holder in self._feeds:
-                self._note(holder, feed)
+            self._apply(holder, feed, feed.take(batch, now))
 
-    def answer(self, holder: WorkerRank, ask: KvRequest, answer: Answer | None, now: float) -> None:
-        """Apply the response to a request; None means that no response came."""
+    def answer(self, holder: WorkerRank, ask: kv.KvRequest, answer: kv.Answer | None, now: float) -> None:
+        """Apply `answer`, a worker's response to the KV request `ask`; None if no response came in time."""
         feed = self._feeds.get(holder)
         if feed is not None:
-            self._apply(holder, feed.answer(ask, answer, now))
-            if holder in self._feeds:
-                self._note(holder, feed)
+            self._apply(holder, feed, feed.answer(ask, answer, now))
 
     # --- requests to workers
 
-    def due(self, now: float) -> tuple[WorkerRank, KvRequest] | None:
+    def due(self, now: float) -> tuple[WorkerRank, kv.KvRequest] | None:
         """Return a request that is due, with its rank, or None if none is due.
 
         The caller must pass the response to `answer`.
@@ -410,7 +400,7 @@ class KvView:
 
     # --- the index
 
-    def _apply(self, holder: WorkerRank, events: Sequence[KvEvent]) -> None:
+    def _apply(self, holder: WorkerRank, feed: Feed, events: Sequence[kv.KvEvent]) -> None:
         for event in events:
             if event is CLEARED:
                 self.index.forget(holder)
@@ -419,21 +409,23 @@ class KvView:
             self.counts.applied[kind, status] = self.counts.applied.get((kind, status), 0) + 1
         if events and not self.claims.check(holder, self.index):
             self._disbelieve((holder.worker, holder.instance))
+        else:
+            self._note(holder, feed)
 
 
-def apply(index: KvIndex, holder: WorkerRank, event: KvEvent) -> tuple[str, str]:
-    """Apply one event to the index. Return its kind and result, as counted in the metrics.
+def apply(index: KvIndex, holder: WorkerRank, event: kv.KvEvent) -> tuple[str, str]:
+    """Apply one event to the index. Return the event's kind and the result, as counted in the metrics.
 
     The result is `ok`, `parent_block_not_found`, `block_not_found`, or `invalid_block` (a block at two depths, or an
     unknown tier).
     """
-    if isinstance(event, Cleared):
+    if isinstance(event, kv.Cleared):
         index.forget(holder)
         return "cleared", "ok"
-    kind = "stored" if isinstance(event, Stored) else "removed"
+    kind = "stored" if isinstance(event, kv.Stored) else "removed"
     try:
-        tier = Tier(event.tier)
-        if isinstance(event, Stored):
+        tier = kv.Tier(event.tier)
+        if isinstance(event, kv.Stored):
             index.store(holder, event.parent, event.blocks, tier)
         elif index.remove(holder, event.blocks, tier):
             return kind, "block_not_found"

@@ -3,20 +3,19 @@
     add ──▶ prefill ── first token ──▶ decoding ── free ──▶ gone
               └────────────────────── free ───────────────────┘
 
-A router knows when its requests begin and end, so it keeps these counts itself. It counts a request before sending
-it, so the next choice includes the request at once. No worker has to be polled, and two simultaneous requests do not
-go to the same idle worker.
+A router knows when its requests begin and end, so it counts them itself and polls no worker. It counts a request before
+sending it. The next choice therefore includes that request, and two simultaneous requests do not go to the same idle worker.
 
-A block is counted once per worker, however many of its requests begin with the block. A prompt counts with its tokens
-that are not prefilled yet: all uncached tokens until its first token, or fewer as time passes if its prefill time is
-predicted. As in §4.6 of Dynamo's rules, the pace of the oldest prompt applies to all prompts of a rank if all have a
-prediction. Otherwise only the count of the oldest prompt shrinks. Recently sent tokens count for some seconds after
-they have been prefilled.
+A block is counted once per DP rank, however many of the rank's requests share the block. A prompt counts with its uncached
+tokens until its first answer token. If the oldest prompt of a rank has a predicted prefill time, the rank's tokens to prefill
+decrease with time, at the pace of that prompt. If all prompts of the rank have a prediction, the tokens decrease down to 0, as
+in NVIDIA Dynamo's router. If one of the prompts has none, the tokens decrease only by those of the oldest prompt.
+Recently sent tokens count for some seconds after they have been prefilled.
 
-The prefixes in use form a tree of pieces: consecutive blocks used by the same requests, with the number of requests
-per holder (a DP rank). `use` adds a request along a path of pieces and `drop` removes a request, piece by piece, not
-block by block. A piece without requests is removed. Only whole prefixes are used, so a holder never has a block
-without the blocks before it.
+The prefixes in use form a tree of pieces. A piece is consecutive blocks used by the same requests, with the number of
+requests per holder (a DP rank). `use` adds a request along a path of pieces and `drop` removes a request, piece by piece,
+not block by block. A piece without requests is removed. Only whole prefixes are used, so a holder never has a block without
+the blocks before it.
 
 The loads are stored in columns, one row per holder, so that a choice among a thousand holders needs only a few vector
 sums.
@@ -38,20 +37,20 @@ from controller.router.index.index import common
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 RequestId = int | str | tuple[str, int | str]
-"""A request's name: a number or string for this frontend's own; for another frontend's, paired with that frontend's name."""
+"""A request's id: a number or string for this frontend's requests; for others, a pair of their frontend's name and such an id."""
 
 STALE_S = 3600.0
-"""Age at which a request is dropped: its owner should have freed it, and has not."""
+"""Age in seconds at which a request is dropped, because its frontend should have freed it long before."""
 LOOK_S = 30.0  # seconds between two scans for such requests
 RECENT_S = 10.0
-"""Decay time of recently sent prompt tokens: after this time they count e times less."""
+"""Decay time in seconds of recently sent prompt tokens: their weight falls to 1/e in this time."""
 _PREFILL, _BLOCKS, _REQUESTS, _PACE, _SINCE, _READ_MAX, _RECENT, _LAST = range(8)
 _ROWS = 64  # initial number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """The work of one holder: prompt tokens to prefill, blocks in use, requests, and recently sent prompt tokens."""
+    """The work of one DP rank: prompt tokens to prefill, blocks in use, requests, and recently sent prompt tokens."""
 
     prefill_tokens: float = 0.0
     blocks: float = 0.0
@@ -61,7 +60,7 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The work of many holders as columns, in the order in which the holders were requested."""
+    """The work of many DP ranks as columns, in the order in which the caller listed the ranks."""
 
     prefill_tokens: Floats
     blocks: Floats
@@ -71,7 +70,7 @@ class Loads:
 
 @dataclass(slots=True)
 class RankLoad:
-    """The live load of one holder. It is updated in place, so a caller that keeps the object sees the changes."""
+    """The live load of one DP rank, updated in place: a caller that keeps the object sees the changes."""
 
     row: int
     requests: dict[RequestId, None] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class RankLoad:
     last: float = 0.0  # time at which the last prompt was sent
 
     def sent(self, tokens: int, now: float) -> None:
-        """Count a prompt that was sent at `now`.
+        """Add the tokens of a prompt that was sent at `now` to the recently sent tokens.
 
         `now` may be before the last prompt's time, if another frontend reported late.
         """
@@ -102,7 +101,7 @@ class RankLoad:
 
 
 class Request(msgspec.Struct):
-    """One request in flight, as the slot tracker counts it."""
+    """One request in flight, as `ActiveSequences` counts it."""
 
     holder: WorkerRank
     work: RankLoad  # the live load of the holder
@@ -127,7 +126,7 @@ class SharedBlocks:
     children: dict[int, "SharedBlocks"] = field(default_factory=dict)  # child pieces by their first block
 
     def split(self, place: int) -> None:
-        """Keep the blocks before `place`. The rest becomes the only child."""
+        """Split this piece: keep the blocks before `place`, and move the rest into a new piece, the only child."""
         tail = SharedBlocks(self.blocks[place:], self.users.copy())
         tail.children = self.children
         self.blocks = self.blocks[:place]
@@ -144,7 +143,7 @@ class SharedBlocks:
 
 
 class Prefixes:
-    """The tree of all prefixes in use. A user is the row of a holder.
+    """The tree of all prefixes in use. A user is a holder (a DP rank), given by its row.
 
     `use` and `drop` return the change in the user's number of distinct blocks.
     """
@@ -153,9 +152,9 @@ class Prefixes:
         self._root = SharedBlocks((), {})
 
     def use(self, user: int, blocks: Sequence[int]) -> int:
-        """Add a request of a user with a prompt that begins with these blocks.
+        """Add a request with these blocks at a user, which is a DP rank given by its row.
 
-        Return the number of blocks that the user gains.
+        Return the number of blocks that are new at the user.
         """
         piece, depth, gained = self._root, 0, 0
         while depth < len(blocks):
@@ -198,10 +197,10 @@ class Prefixes:
         return -lost
 
     def pieces(self, blocks: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
-        """Return for each piece at the start of these blocks its depth, and the number of requests by user.
+        """Return the pieces along these blocks, each as its depth and its number of requests by user (DP rank).
 
-        The depth is where the piece ends, or where these blocks diverge from the piece. A user of a piece uses all
-        pieces before it.
+        The depth counts the given blocks up to the piece's end. If the given blocks differ from the piece before its end,
+        the depth counts only the blocks before the difference. A user of a piece uses all pieces before that piece.
         """
         children, depth = self._root.children, 0
         found: list[tuple[int, dict[int, int]]] = []  # `list[...]()` takes as long as ten of these steps
@@ -229,7 +228,10 @@ class RequestListener(Protocol):
 
 
 class ActiveSequences:
-    """All requests in flight by holder (a DP rank with its own KV cache). One tracker serves all models of a frontend."""
+    """All requests in flight by holder (a DP rank with its own KV cache).
+
+    One tracker serves all models of a frontend.
+    """
 
     def __init__(self, *, track_output: bool = False) -> None:
         """Start without requests. `track_output` also counts the blocks of answers, as reported by `output`."""
@@ -272,11 +274,11 @@ class ActiveSequences:
         expected_s: float | None = None,
         owner: str = "",
     ) -> bool:
-        """Add a request to a holder, before it is sent. Return False, without effect, if the request was already added.
+        """Add a request to a holder before the request is sent. Return False, without effect, if it is already there.
 
         Args:
             blocks: sequence hashes of the prompt's full blocks.
-            own_blocks: number of further blocks that cannot be shared (prompts without hashes).
+            own_blocks: number of further blocks, of prompts without hashes, which cannot be shared.
             prefill_tokens: prompt tokens that are not in the prefix cache.
             expected_s: predicted prefill time in seconds, if known.
             owner: name of the frontend that sent the request; empty for this one.
@@ -306,7 +308,7 @@ class ActiveSequences:
         return True
 
     def prefill_done(self, request: RequestId, *, now: float) -> bool:
-        """Record that a prompt is prefilled, because its first token has arrived. Return False if that was known before."""
+        """Record that a prompt is prefilled, because its first answer token has come. Return False if nothing changes."""
         found = self._requests.get(request)
         if found is None or not found.reading:
             return False
@@ -369,9 +371,10 @@ class ActiveSequences:
         return len(gone)
 
     def expire(self, *, now: float) -> Sequence[RequestId]:
-        """Free and return the requests that were added more than STALE_S ago, because their end was lost.
+        """Free and return the requests that were added at least STALE_S ago.
 
-        The requests are scanned at most once per LOOK_S, however often this is called.
+        The report of such a request's end is assumed to be lost. The requests are scanned at most once per LOOK_S, however
+        often this is called.
         """
         if now - self._looked < LOOK_S:
             return ()
@@ -385,7 +388,7 @@ class ActiveSequences:
 
     @property
     def holders(self) -> Iterable[WorkerRank]:
-        """All holders that were given a request or queried, and were not forgotten."""
+        """All holders (DP ranks) that this tracker has seen in a call, except those removed by `forget`."""
         return self._work.keys()
 
     def requests(self, owner: str = "") -> Iterable[tuple[RequestId, Request]]:
@@ -395,7 +398,7 @@ class ActiveSequences:
     def work(self, holder: WorkerRank, *, now: float) -> RankWork:
         """Return the work of one holder. An unknown holder has no work.
 
-        The columns are read only if tokens to prefill shrink with time, because this is called often.
+        If the number of tokens to prefill decreases with time, it is computed from the columns, which is slow.
         """
         if (work := self._work.get(holder)) is None:
             return RankWork()
@@ -405,7 +408,7 @@ class ActiveSequences:
         return RankWork(prefill, work.blocks, len(work.requests), work.recent_tokens_at(now))
 
     def rows(self, holders: Iterable[WorkerRank]) -> Rows:
-        """Return the rows of these holders, for `loads`. The rows are valid until `layout` changes."""
+        """Return the row numbers of these holders in the columns, for `loads`. They are valid until `layout` changes."""
         return np.array([self._of(holder).row for holder in holders], dtype=np.intp)
 
     def loads(self, rows: Rows, *, now: float) -> Loads:
@@ -427,12 +430,16 @@ class ActiveSequences:
         return [self._of(holder) for holder in holders]
 
     def pieces(self, blocks: Sequence[int]) -> Sequence[tuple[int, Mapping[int, int]]]:
-        """Return for each piece at the start of a prompt its depth, and the number of requests that use it by row."""
+        """Return the pieces (runs of blocks in use together) along a prompt, each as its depth and its users.
+
+        The depth is that of `Prefixes.pieces`. The users are a mapping from each holder's row to its number of requests.
+        """
         return self._active.pieces(blocks)
 
     def shared(self, blocks: Sequence[int], rows: Rows) -> tuple[Floats, Floats]:
-        """Return for each row how many leading blocks of a prompt are in use there, and how many requests use all of
-        these blocks.
+        """Return how many leading blocks of a prompt each row's holder uses, and in how many requests.
+
+        Only requests that use all of these leading blocks are counted. The result is two columns with one value per row.
         """
         depths, requests = np.zeros((2, self._columns.shape[1]))
         for depth, users in self._active.pieces(blocks):

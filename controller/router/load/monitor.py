@@ -1,18 +1,18 @@
 """Load limits: whether a worker may get another request, and whether a whole model is busy.
 
 Limits are evaluated when a request arrives, from the workers' last reports and from the requests that this frontend
-has sent. A worker that has not reported is judged only by this frontend's counts, because health handles silent
-workers.
+has sent. A worker that has not reported is judged by this frontend's counts only, because the health checks handle
+silent workers.
 
-Dynamo's thresholds (seed 003):
+The thresholds are those of NVIDIA Dynamo:
 
-    a rank is busy      KV blocks in use > active_decode_blocks x all its blocks: by the worker's report, or by our own count
+    a rank is busy      KV blocks in use > active_decode_blocks x all its blocks: as reported, or by this frontend's count
                   or    prompt tokens to prefill > active_prefill_tokens
                   or    prompt tokens to prefill > active_prefill_tokens_frac x the tokens of one of its steps
-    a worker is busy    all its DP ranks are busy (N25); a rank without any data is not busy
+    a worker is busy    all its DP ranks are busy; a rank without any data is not busy
 
-All comparisons are strict. A threshold that cannot be evaluated is ignored, for example if a rank does not report its
-number of blocks, or an engine its tokens per step.
+All comparisons are strict. A threshold that cannot be evaluated is ignored. For example, a rank may not report its number of
+blocks, or an engine may not report its tokens per step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +38,7 @@ HOLDS_S = 0.0002
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """The load that a worker may have before it gets no new requests, from a frontend's settings."""
+    """The limits of a worker's load, from a frontend's settings. A worker at one of the limits gets no new requests."""
 
     inflight_max: int | None = None  # largest number of requests in flight on a worker, from all frontends
     # the same limit as a multiple of the worker's batch size, used if inflight_max is None
@@ -112,7 +112,8 @@ class LoadMonitor:
     def asking(self, wanted: RequiredRoom, beyond: float = 0.0) -> Iterator[None]:
         """Set the room that the current request needs, for the duration of the context.
 
-        `beyond` is the share of its batch size by which a worker's limit may be exceeded.
+        A `beyond` above 0 raises each worker's limit of requests in flight: by the fraction `beyond` of the worker's batch
+        size, but at least by 1 request. With 0, the limit is unchanged.
         """
         before = self.asked, self.beyond
         self.asked, self.beyond = wanted, beyond
@@ -121,10 +122,13 @@ class LoadMonitor:
         finally:
             self.asked, self.beyond = before
 
-    def wanted(
+    def required_room(
         self, model: str, prompt_tokens: int, answer_max: int, names: BlockNames, unread: int = 0
     ) -> RequiredRoom:
-        """Return the room that a request needs with a longest prompt and a largest answer of these lengths in tokens."""
+        """Return the room that a request needs, from the lengths in tokens of its longest prompt and longest answer.
+
+        `names` are the block hashes of the longest prompt, and `unread` is the number of prompt tokens to prefill.
+        """
         return RequiredRoom(unread, prompt_tokens + min(answer_max, self.lengths.known(model)) / 2, names)
 
     # --- one worker -----------------------------------------------------------------------------------------
@@ -144,8 +148,8 @@ class LoadMonitor:
     def has_enough(self, endpoint: Endpoint) -> bool:
         """Return whether a worker has too much work to get a new request.
 
-        This is the case if it is busy, if its prompts would take too long to prefill, or if the current request does
-        not fit into its KV cache.
+        This is the case if the worker is busy, or if the prompts there would take too long to prefill. It is also the case
+        if the current request does not fit into the worker's KV cache.
         """
         return self.busy(endpoint) or self._reads_too_long(endpoint) or self.lacks_blocks(endpoint)
 
@@ -161,11 +165,11 @@ class LoadMonitor:
         return self.asked is not NOTHING and not self.holds(endpoint, self.asked)
 
     def holds(self, endpoint: Endpoint, wanted: RequiredRoom) -> bool:
-        """Return whether some DP rank of a worker has enough KV blocks for a request, beside its present requests, which
-        grow.
+        """Return whether some DP rank of a worker has enough free KV blocks for a request that needs `wanted`.
 
-        A rank without requests always has enough. If other frontends have requests there, or a canary runs, the
-        rank's last reported usage is used when it is larger than this frontend's count.
+        A rank without requests always has enough. The blocks in use are this frontend's count, plus the expected growth of
+        the requests in flight. If the worker has requests of other frontends, or the rank runs a canary, this sum may be
+        too low. In that case, a larger number of blocks in the rank's last report is used instead.
         """
         need, ranks, slots = -(-wanted.held // endpoint.block_tokens), endpoint.ranks, self.slots
         reported = self.plane.load_by_rank(endpoint.worker)
@@ -190,7 +194,7 @@ class LoadMonitor:
         return False
 
     def busy(self, endpoint: Endpoint) -> bool:
-        """Return whether all DP ranks of a worker exceed a threshold. Return False if no threshold applies."""
+        """Return whether each DP rank of a worker exceeds at least one threshold; False if no threshold applies."""
         thresholds = self._in_force(endpoint.model)
         return bool(thresholds) and all(
             rank is not None and rank.busy(thresholds) for rank in self.ranks(endpoint)
@@ -219,7 +223,7 @@ class LoadMonitor:
             )
 
     def unread_by_rank(self, endpoint: Endpoint) -> list[float]:
-        """Return, for each DP rank of a worker, the prompt tokens to prefill that this frontend counts there."""
+        """Return this frontend's count of prompt tokens to prefill, for each DP rank of a worker."""
         if not self.slots.paced:  # a choice may need this for a thousand workers
             return [load.reading_tokens for load in self.slots.rank_loads(endpoint.holders)]
         now = self.now()
@@ -228,16 +232,16 @@ class LoadMonitor:
     # --- all workers of a model -----------------------------------------------------------------------------
 
     def thresholds(self, model: str) -> BusyThresholds:
-        """Return the busy thresholds of a model. Operators' thresholds replace those of the settings one by one."""
+        """Return the busy thresholds of a model. A threshold that operators have not set comes from the settings."""
         default = self.limits.thresholds if self.limits.by_thresholds else NEVER
         given = self.table.thresholds.get(model)
         return default if given is None else given.over(default)
 
     def overloaded(self, model: str) -> bool:
-        """Return whether all of a model's usable workers are busy by the thresholds. Return False if no worker is usable.
+        """Return whether all of a model's usable workers are busy by the thresholds; False if no worker is usable.
 
-        With a thousand workers the check takes 10 ms. A positive result is cached for a fifth of a second, so that a
-        burst of requests does not repeat the check.
+        With a thousand workers the check takes 10 ms. A positive result is cached for 0.2 ms per worker, so that a burst
+        of requests does not repeat the check.
         """
         if not self.decides:
             return False
@@ -256,7 +260,7 @@ class LoadMonitor:
         return [one for one in endpoints if one.routable and reachable(one.worker, one.instance)]
 
     def weight(self, model: str, lineage: Lineage) -> float:
-        """Return the total weight of the model's workers of this lineage that can get requests."""
+        """Return the total weight of the usable workers of a model that have this lineage (revision and tokenizer)."""
         group = self.table.group(model, lineage)
         return sum(one.weight for one in self.serving(group.endpoints if group is not None else ()))
 

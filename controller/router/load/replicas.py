@@ -1,14 +1,14 @@
-"""Replicates in-flight requests between frontends, so that each slot tracker contains all of them.
+"""Replicates in-flight requests between frontends: each frontend's slot tracker has all of them.
 
     ours     tracker ──▶ events ──▶ messages, numbered per frontend process
     theirs   the next message ──▶ tracker
-             a message beyond the next: messages were lost ──▶ tracker, as far as possible, and a `ResendRequest`
+             a message with a later number: messages were lost ──▶ tracker (what can be applied), and a `ResendRequest`
              the first message of a full state ──▶ drop that frontend's earlier requests ──▶ tracker
              silence ──▶ drop the frontend, once it is no longer a peer
 
-A message is a `SlotBatch` of events. A frontend starts without the requests of the others. It requests their full
-states, which arrive within a moment. The tracker itself removes requests that are never freed. This module does no
-I/O: `adapters.slot_sync` transports the messages and supplies the time.
+A message is a `SlotBatch` of events. A frontend starts without the requests of the others. It requests their full states,
+which arrive within a moment. The tracker itself removes requests that are never freed. This module does no I/O:
+`controller.adapters.feeds.slot_sync` transports the messages and supplies the time.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ WAITING_MAX = 65_536  # largest number of unsent events; beyond it the full stat
 
 @dataclass(slots=True)
 class _Other:
-    """One process of another frontend, and the number of its next message."""
+    """One process of another frontend, and the number that the next message of that process must have."""
 
     life: str
     next: int  # number of its next message
@@ -39,7 +39,7 @@ class _Other:
 
 @dataclass(eq=False, repr=False)
 class Replicas:
-    """Keeps the slot tracker of one frontend up to date with the requests of all other frontends."""
+    """Keeps a frontend's slot tracker (`ActiveSequences`) up to date with the requests of all other frontends."""
 
     frontend: str
     life: str  # id of this process
@@ -57,7 +57,7 @@ class Replicas:
 
     @property
     def waiting(self) -> int:
-        """Number of events that were not sent yet."""
+        """Number of events that have not been sent yet."""
         return len(self._waiting)
 
     @property
@@ -68,15 +68,15 @@ class Replicas:
     # --- this frontend's requests ---------------------------------------------------------------------------
 
     def added(self, request: RequestId, entry: Request) -> None:
-        """Record for the other frontends the start of one of this frontend's requests."""
+        """Record the start of one of this frontend's requests, to report it to the other frontends."""
         self._note(_added(request, entry, entry.since))
 
     def read(self, request: RequestId) -> None:
-        """Record for the other frontends that the prompt of a request is prefilled."""
+        """Record that the prompt of a request is prefilled, to report it to the other frontends."""
         self._note(slot.Read(_name(request)))
 
     def freed(self, request: RequestId) -> None:
-        """Record the end of one of this frontend's requests."""
+        """Record the end of one of this frontend's requests, to report it to the other frontends."""
         self._note(slot.Freed(_name(request)))
 
     def _note(self, event: slot.SlotEvent) -> None:
@@ -86,13 +86,16 @@ class Replicas:
         self.on_event()
 
     def lost(self) -> None:
-        """Schedule the full state for all frontends, because events could not be sent or may not have arrived."""
+        """Schedule sending this frontend's full state to all others.
+
+        This is needed if events were not sent or may not have arrived.
+        """
         self._waiting.clear()
         self._number += 1  # so that every other frontend detects a lost message
         self._whole = True
 
     def due(self, now: float) -> bool:
-        """Return whether events or the full state must be sent now. A heartbeat alone is not due."""
+        """Return whether events or the full state must be sent now. Heartbeats do not count."""
         return bool(self._waiting) or (self._whole and now - self._full_sent >= AGAIN_S)
 
     def batches(self, now: float) -> Iterator[slot.SlotBatch]:
@@ -124,7 +127,7 @@ class Replicas:
     # --- other frontends' requests -----------------------------------------------------------------------------
 
     def take(self, message: slot.SlotBatch | slot.ResendRequest, now: float) -> slot.ResendRequest | None:
-        """Apply a message of another frontend. Return a request for its full state if messages were lost, otherwise None."""
+        """Apply a message of another frontend. If messages were lost, return a request for that frontend's full state."""
         if message.frontend == self.frontend:  # our own message
             return None
         if isinstance(message, slot.ResendRequest):
@@ -183,7 +186,7 @@ class Replicas:
     def look(self, peers: Collection[str], now: float) -> Iterable[str]:
         """Drop the frontends that were silent for SILENT_S and are no longer peers. Return their names.
 
-        Must be called only if this frontend was subscribed all that time.
+        Call this method only if this frontend was subscribed for the last SILENT_S seconds without a break.
         """
         gone = [
             name for name, other in self._others.items() if now - other.heard > SILENT_S and name not in peers

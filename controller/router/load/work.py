@@ -3,9 +3,9 @@
     work = tokens to prefill / prefill rate  +  expected answer tokens x time per token x share of the worker
     share of the worker = 1 / batch size, or the request's share of the KV cache, whichever is larger
 
-Work is in seconds of one worker: a worker does one second of work per second. `DrainRate` measures the deviation from
-this estimate, because prompts are prefilled beside decoding, and answers may be longer than expected. Work is not a
-count of requests: ten short requests may be less work than one long request.
+Work is in seconds of one worker: a worker does one second of work per second. The estimate is inexact, because prompts are
+prefilled beside decoding, and answers may be longer than expected. `DrainRate` measures the deviation. Work is not a count of
+requests: ten short requests may be less work than one long request.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Demand:
 
 
 def reading_s(tokens: float, profile: Profile) -> float:
-    """Return the seconds that a worker of this profile needs to prefill `tokens`. Return 0 if it has no prefill rate."""
+    """Return the seconds that a worker of this profile needs to prefill `tokens`; 0 if it has no prefill rate."""
     rate = profile.prefill_tokens_per_s
     return tokens / rate if rate > 0 else 0.0
 
@@ -76,12 +76,12 @@ class AnswerLengths:
 
 
 def growth(running: float, compared_with: float) -> float:
-    """Return the factor, at least 1, by which a step with `running` sequences takes longer than one with `compared_with`."""
+    """Return the step time with `running` sequences, divided by that with `compared_with` sequences; at least 1."""
     return float(max(1.0, max(1.0, running) / max(1.0, compared_with)) ** EXPONENT)
 
 
 class _Seen(msgspec.Struct):
-    """The correction learned from the first tokens of one worker, or of the whole pool."""
+    """The correction learned from the times to first token of one worker, or of the whole pool."""
 
     factor_log: float = 0.0
     extra_s: float = 0.0
@@ -90,7 +90,11 @@ class _Seen(msgspec.Struct):
         return reading_s * exp(self.factor_log) + self.extra_s
 
     def learn(self, reading_s: float, took_s: float) -> None:
-        """Record a time to first token, without the step, of a prompt with a prefill time of `reading_s` by its profile."""
+        """Learn from one time to first token.
+
+        `reading_s` is the prefill time by the worker's profile, and `took_s` the measured time without the engine step. Both are
+        in seconds.
+        """
         if reading_s >= LONG_S:
             factor = max(0.0, took_s - self.extra_s) / reading_s
             bounded = min(FACTOR_MAX, max(1 / FACTOR_MAX, factor))
@@ -101,14 +105,14 @@ class _Seen(msgspec.Struct):
 
 
 class FirstTokens:
-    """Predicts the times to first token of one pool's workers from their profiles, corrected by measurements.
+    """Predicts the times to first token of a pool's workers from their profiles, corrected by measurements.
 
-    predicted = (tokens ahead of it at the worker + its own) / prefill rate x factor + extra + a step
+    predicted = (tokens ahead of the request at the worker + the request's tokens) / prefill rate x factor + extra + a step
 
-    All times are in seconds. The factor is learned from prompts that take a while to prefill. The extra time (waiting
-    for the running step, the network) is learned from short prompts, because a factor from a short time would not
-    predict long prompts. Both are exponential means, kept per worker and for the whole pool. The pool's mean is used
-    for requests that have no worker yet. Each measurement is clamped.
+    All times are in seconds. The factor is learned from prompts that take a while to prefill, because a factor learned from a
+    short prefill would not predict a long one. The extra time (waiting for the running step, the network) is learned from short
+    prompts. Both are exponential means, kept per worker and for the whole pool. If a request has no worker yet, the pool's
+    means are used. Each measurement is limited to a range before it is learned.
     """
 
     def __init__(self) -> None:
@@ -121,17 +125,25 @@ class FirstTokens:
     def predicted_s(self, worker: str, ahead_s: float, own_s: float, step_s: float) -> float:
         """Predict the time to first token of a request sent to a worker now.
 
-        `ahead_s`, `own_s` and `step_s` are seconds: to prefill the prompts ahead of the request, to prefill its own,
-        and of one step.
+        `ahead_s` is the time to prefill the prompts ahead of the request, and `own_s` that to prefill the request's own
+        prompt. `step_s` is the time of one engine step. All are in seconds.
         """
         return self._workers.get(worker, self._all).predicted_s(ahead_s + own_s) + step_s
 
     def usual_s(self, own_s: float, step_s: float) -> float:
-        """Predict the time to first token of a request at the next worker that becomes free."""
+        """Predict the time to first token of a request that has no worker yet, counted from when it is sent.
+
+        The prompts ahead of the request at the worker are included, at their recent mean. The wait in the frontend's queue
+        is excluded. `own_s` is the time to prefill the request's own prompt, and `step_s` that of one engine step. All are
+        in seconds.
+        """
         return self._all.predicted_s(self.ahead_s + own_s) + step_s
 
     def alone_s(self, own_s: float, step_s: float) -> float:
-        """Predict the time to first token of a request at the fastest worker, if that worker is idle."""
+        """Predict the time to first token of a request at the fastest worker, if that worker is idle.
+
+        `own_s` is the time to prefill the request's prompt, and `step_s` the time of one engine step, in seconds.
+        """
         if (fastest := self._fastest) is None:
             factors = (seen.factor_log for seen in self._workers.values())
             fastest = self._fastest = min(factors, default=self._all.factor_log)
@@ -142,13 +154,16 @@ class FirstTokens:
         self.ahead_s += LEARNS * (ahead_s - self.ahead_s)
 
     def came(self, worker: str, ahead_s: float, own_s: float, step_s: float, took_s: float) -> None:
-        """Record a first token that arrived `took_s` seconds after its request was sent."""
+        """Record a first token that arrived `took_s` seconds after its request was sent.
+
+        `ahead_s`, `own_s` and `step_s` are those of the prediction (`predicted_s`).
+        """
         seen = self._workers.setdefault(worker, _Seen(self._all.factor_log, self._all.extra_s))
         self._fastest = None
         for one in (self._all, seen):
             one.learn(ahead_s + own_s, took_s - step_s)
 
-    def forget(self, workers: set[str]) -> None:
-        """Drop the measurements of all workers except these."""
+    def retain(self, workers: set[str]) -> None:
+        """Drop the measurements of all workers that are not in `workers`."""
         self._workers = {name: seen for name, seen in self._workers.items() if name in workers}
         self._fastest = None

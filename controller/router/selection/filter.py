@@ -1,11 +1,12 @@
-"""Filters the workers that may take a request. Filter, score and pick are the stages of the selection.
+"""Filters the workers that may take a request, which is the first of the three stages of a selection.
 
-Filter, score and pick are the stages of the selection:
+The stages of the selection:
 
-    filter   of a model's endpoints, or of those of one lineage: routable, reachable, not tried by this request, local breaker
-             not open, with headroom (`Headroom`); if some of these have sent a message recently, only those
-    score    in this module without cached prefixes: (requests in flight + 1, and tokens) / weight; lower is better
-    pick     the lowest score; among equal scores the endpoint picked longest ago
+    filter   keeps the endpoints of one model, or of one of its lineages, that are routable and reachable, and have headroom
+             (`Headroom`). Their context must be long enough, and this frontend's breaker for them not open. Endpoints that
+             this request has tried are left out. If some of the endpoints have sent a message recently, only these are kept
+    score    in this module without cached prefixes: (requests + 1 + tokens / TOKENS_PER_REQUEST) / weight
+    pick     the lowest score, which is the best; among equal scores the endpoint picked longest ago
 
 Each reason for finding no worker is a separate error, because clients get different responses. `selector` scores and
 picks with cached prefixes, and in other modes.
@@ -74,9 +75,9 @@ class AllClosed(NoWorker):
         """Set the retry times of the error.
 
         Args:
-            wait_s: seconds until the first of these servers accepts requests again.
-            reopens_s: seconds until the first server to which this request may still be sent accepts requests again. It is inf
-                if every server has declined this request. None stands for `wait_s`.
+            wait_s: seconds until the first of the overloaded servers accepts requests again.
+            reopens_s: seconds until the first overloaded server that has not declined this request accepts requests
+                again; inf if all servers have declined the request; None for the value of `wait_s`.
         """
         super().__init__()
         self.wait_s = wait_s
@@ -84,7 +85,7 @@ class AllClosed(NoWorker):
 
 
 class Headroom(Enum):
-    """The capacity that a worker must have to get one more request."""
+    """How much free capacity a worker needs to be chosen: that for a new request, that for a begun one, or none."""
 
     FRESH = "fresh"  # for a new request: below the frontends' cap and below the worker's registered limit
     HELD = "held"  # for a request that has begun: below the worker's registered limit
@@ -121,7 +122,7 @@ class Picker:
         tried: Collection[Key] = (),
         room: Headroom = Headroom.FRESH,
     ) -> Endpoint:
-        """Return the endpoint of the lowest cost that passes the filter.
+        """Return the endpoint of the lowest cost among those that pass the filter.
 
         Raise the errors of `Filter.left` if none passes.
         """
@@ -144,7 +145,7 @@ class Picker:
         return self.pick(endpoints, rules)
 
     def _ranked(self, endpoints: Sequence[Endpoint], rules: Rules) -> list[tuple[float, int, int]]:
-        """Return the cost, the last pick and the index of each endpoint."""
+        """Return for each endpoint its cost, the number of its last pick, and its index."""
         last, external_load, ranked = self._last, rules.plane.external_load, []
         for index, endpoint in enumerate(endpoints):
             ranked.append((cost(endpoint, external_load(endpoint.worker)), last.get(endpoint.key, 0), index))
@@ -157,7 +158,7 @@ class Picker:
         return endpoint
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the picks of all endpoints except `keys`."""
+        """Forget the last picks of endpoints that no longer exist. `keys` names those that exist."""
         self._last = {key: turn for key, turn in self._last.items() if key in keys}
 
 
@@ -193,7 +194,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct is fast to create, and each 
         return [one for one in free if plane.recently_heard(one.worker, one.instance)] or free
 
     def fits(self, endpoint: Endpoint) -> bool:
-        """Return whether an endpoint may take the request, whether or not others are better."""
+        """Return whether an endpoint may take the request. Other endpoints may be better."""
         rules, key = self.rules, endpoint.key
         return (
             endpoint.weight > 0.0
@@ -207,10 +208,14 @@ class Filter(msgspec.Struct, eq=False):  # a struct is fast to create, and each 
     def has_room(self, endpoint: Endpoint) -> bool:
         """Return whether an endpoint has the required headroom for one more request.
 
-        The worker's registered limit is never exceeded. Below it, each frontend may always fill its share of the cap.
-        If requests wait at several frontends, none takes more than its share of the worker. Otherwise a frontend that
-        came late would wait for those that notice free slots first. The load check comes last: in an overload nearly
-        all workers are full by the counts, and checking the KV blocks of each would take most of a frontend's time.
+        The requests at a worker never exceed the worker's registered limit. A request that has begun needs to meet only this
+        limit. For a new request, this frontend's own requests at the worker must also be below `LoadMonitor.cap`. If the
+        requests of all frontends together reach the cap, this frontend may add requests only up to an equal share of the cap.
+        If several frontends have waiting requests, each of these frontends may use only an equal share of the registered
+        limit. Without equal shares, a frontend that notices free slots late would wait for the other frontends.
+
+        The load check comes last, because it compares KV blocks, which is slow. In an overload, the counts of requests
+        already exclude nearly all workers.
         """
         own, rules, holds = endpoint.active + endpoint.kept.requests, self.rules, endpoint.holds
         external = rules.plane.external_load(endpoint.worker)
@@ -236,7 +241,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct is fast to create, and each 
         return AllClosed(wait_s) if wait_s else AllBusy()
 
     def _why_none(self, reachable: Sequence[Endpoint]) -> NoWorker:
-        """Return the error for the last filter stage that some endpoint passed."""
+        """Return the error for the stage of the filter that left no endpoint."""
         if not self.all:
             return NotServed()
         if not reachable:
@@ -245,10 +250,10 @@ class Filter(msgspec.Struct, eq=False):  # a struct is fast to create, and each 
 
 
 def cost(endpoint: Endpoint, external: Load | None) -> float:
-    """Return the load at an endpoint per weight, which measures how long a request would wait there.
+    """Return the load at an endpoint divided by its weight, as a measure of a request's wait at this endpoint.
 
-    The load is this frontend's requests, counted exactly, plus the external load. The total load that workers report
-    is not used, because reports are delayed, and all frontends would send to the worker with the oldest report.
+    The load is this frontend's requests, counted exactly, plus the external load. The total load that a worker reports is
+    not used, because it is outdated. With it, all frontends would send to the worker with the oldest report.
     """
     active, tokens = endpoint.active + endpoint.kept.requests, endpoint.tokens
     if external is not None:

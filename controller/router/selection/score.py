@@ -6,7 +6,7 @@
     beside   = (request_tokens · requests in flight + recent_weight · prompt tokens sent there lately) / block tokens
     adjusted = max(prefill + copy - credit, 0)
     waiting  = prefill_scale · (adjusted + beside)
-    decode   = blocks in use there, plus the prompt's blocks that are not      (+ other frontends' tokens / block tokens)
+    decode   = blocks in use there + the prompt's blocks that are not in use   (+ other frontends' tokens / block tokens)
     cost     = (waiting + decode + request_weight · requests in flight) / weight
 
 `device`, `host` and `disk` are the numbers of the prompt's blocks that the worker has cached on each tier. The other
@@ -18,22 +18,23 @@ defaults, but with these differences:
 - `weight` is the fleet's view of the worker (1: healthy). A worker of half the weight is assumed to be half as fast, so all its
   work costs double. An open breaker does not raise the cost, but excludes the worker (`filter.Filter`). A half-open breaker
   admits a single request, at the fleet's weight.
-- Requests of other frontends are counted as the worker reports them, if their routers do not report to ours.
+- If the routers of other frontends do not report to this router, their requests are counted as the worker reports them.
 - Blocks in use by requests count as cached already, if the worker caches prefixes at all.
-- A credit above 1 is the price of a computed block beyond its computation, because the block evicts another one from the cache
-  (`copy`). It is therefore not subtracted from the tokens to prefill of other prompts. If several requests at a worker use a
-  prefix, each counts its share of the price: many requests pay for one more copy, so a hot prefix gets as many copies as it
-  needs. A block on a slower tier also saves its part of the price.
+- An overlap credit above 1 adds a price (`copy`) for each block that must be computed, because that block evicts another one
+  from the cache. The part of the credit above 1 can only cancel this price. It never lowers the cost of prefilling other
+  prompts. If several requests at a worker use a prefix, each of them saves only an equal part of the price. The worker's
+  advantage therefore shrinks with each request, and other workers get a copy of the prefix too. A block on a slower tier
+  saves `host_weight` or `disk_weight` of the price.
 - Prompt tokens sent to a worker in the last ten seconds or so count a little even after they have been prefilled. Among workers
   with nothing to prefill, the one with the fewest such tokens is next, so that work is also balanced over seconds.
-- A request in flight also counts as a number of prompt tokens, which means the same for blocks of any size. Without this term,
-  a worker with all blocks of a prompt would cost nothing, however many requests with the same prompt it has.
+- A request in flight also counts as `request_tokens` prompt tokens, a number that does not depend on the block size. Without this
+  term, a worker with all blocks of a prompt would cost nothing, however many requests with the same prompt it has.
 
 `decay` reduces the credit of a worker with more prompt tokens to prefill than the least loaded worker; off by
 default. If prompts are not tracked (a worker that only decodes), the credit is subtracted from the decode blocks.
 
-`costs` is the only implementation of this formula. Called with numbers it computes the cost of a few candidates, and
-called with columns that of all.
+`costs` is the only implementation of this formula. It computes the costs of a few candidates from numbers, or those of all
+candidates from columns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -73,15 +74,13 @@ class Pricing:
 
 USUAL = Pricing(overlap_credit=5.0, prefill_scale=20.0, request_tokens=512.0, recent_weight=0.1)
 """The default pricing. With Dynamo's defaults a block in use costs as much as one to be computed, which drives conversations
-away from where they are cached: on a trace of real chats 60 % of the possible hits instead of 90 % (`python -m benchmarks
+away from where they are cached: a trace of real chats then gets 60 % of the possible hits instead of 90 % (`python -m benchmarks
 routing`). A hit is worth more than the time it saves, because a second copy evicts another block.
 """
 
 
 class ScoredPrompt(msgspec.Struct):
-    """A prompt to be scored: its length, the sequence hashes of its full blocks, and the ranks that have blocks of it
-    cached.
-    """
+    """A prompt to be scored: its length, the hashes of its full blocks, and the ranks that have such blocks cached."""
 
     tokens: int  # at least 1
     block_tokens: int
@@ -145,9 +144,9 @@ _COUNTS = frozenset({"device", "host", "disk", "sharers", "shared", "requests"})
 
 
 CandidateLoad: TypeAlias = tuple[Value, Value, Value, Value, Value, Value, Value, Value, Value]
-"""The inputs of a candidate's cost, in the order of the names in `costs`: unread prompt tokens, blocks in use, requests,
-recently sent prompt tokens; of the prompt's blocks those on its device (times their decay) and those in use; the requests
-that share these; the blocks of others; the weight of the worker."""
+"""The inputs of a candidate's cost, in the order of the names in `costs`: prompt tokens to prefill, blocks in use, requests,
+recently sent prompt tokens, the prompt's blocks on the device (times `decay`), the prompt's blocks in use, the requests that
+share these blocks, the blocks of other frontends, and the worker's weight."""
 
 
 def costs(
@@ -158,8 +157,9 @@ def costs(
 ) -> list[Value]:
     """Return the cost of a prompt at each candidate.
 
-    If `terms` is given, the only entry of `candidates` consists of columns with the values of all candidates. `terms`
-    then provides the blocks on slower tiers, and its derived terms are filled in.
+    Without `terms`, `candidates` has one entry of numbers per candidate. With `terms`, `candidates` has a single entry:
+    columns with the numbers of all candidates. The blocks on slower tiers are then read from `terms`, and the computed
+    terms are written there.
     """
     tokens, blocks, size = prompt.tokens, len(prompt.blocks), prompt.block_tokens
     tracked, scale = pricing.track_prefill, pricing.prefill_scale
@@ -195,7 +195,7 @@ def costs(
 
 
 def score(pricing: Pricing, prompt: ScoredPrompt, terms: Terms) -> Floats:
-    """Return the cost of a prompt at each candidate as a column, and fill in the derived terms.
+    """Return the cost of a prompt at each candidate as a column, and write the computed terms into `terms`.
 
     A candidate of weight 0 costs infinity. Raise ValueError for an empty prompt.
     """

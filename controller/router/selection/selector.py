@@ -1,13 +1,13 @@
 """Selects the worker for a request among those that may serve it: score and pick, in five modes.
 
     kv             the lowest cost, which weighs cached blocks against load (`score`); the default
-    least-loaded   the fewest requests and tokens in flight for its weight; among equals the one picked longest ago
-    power-of-two   of two that are drawn, the one with fewer requests in flight for its weight
+    least-loaded   the fewest requests and tokens in flight per weight; among equals the one picked longest ago
+    power-of-two   of two random candidates, the one with fewer requests in flight per weight
     round-robin    one after another, in proportion to the weights
     random         drawn, in proportion to the weights
 
-A candidate is a DP rank of a worker. This module draws no random numbers and reads no clock. The caller supplies
-both, so that the same history leads to the same choices.
+A candidate is a DP rank of a worker. This module draws no random numbers and reads no clock. The caller supplies random
+numbers and times, so that the same history leads to the same choices.
 
     among = Filter(endpoints, rules, tried, room)
     choice = chooser.choose(among, prompt, mode=…, pricing=…, now=…, draw=…, others=…)              # raises the filter's errors
@@ -75,14 +75,12 @@ _KV = Mode.KV  # looking up an enum attribute takes 0.3 µs of the 12 µs of a c
 
 @dataclass(slots=True)
 class Candidates:
-    """The ranks of some endpoints as candidates of a choice, in the order of the endpoints, with cached values."""
+    """The DP ranks of some endpoints as candidates of a choice, in the order of the endpoints, with cached values."""
 
     endpoints: tuple[Endpoint, ...]  # each endpoint once
     endpoint: Sequence[Endpoint]  # the endpoint of each candidate
     holders: Sequence[WorkerRank]
     loads: Sequence[RankLoad]  # live load of each candidate, from the slot tracker
-    # the same values as tuples, if there are at most FEW candidates; otherwise empty
-    few: Sequence[tuple[Endpoint, WorkerRank, RankLoad]]
     rows: Rows  # row of each candidate in the slot tracker
     layout: int  # version of the slot tracker's rows
     at: Mapping[WorkerRank, int]  # index of each holder among the candidates
@@ -100,17 +98,15 @@ class Candidates:
 
     @classmethod
     def of(cls, endpoints: tuple[Endpoint, ...], slots: ActiveSequences) -> "Candidates":
-        """Return the ranks of these endpoints as candidates."""
+        """Return the DP ranks of these endpoints as candidates."""
         each = [(endpoint, holder) for endpoint in endpoints for holder in endpoint.holders]
         holders = [holder for _, holder in each]
         loads = slots.rank_loads(holders)
-        few = [(*one, load) for one, load in zip(each, loads, strict=True)] if len(each) <= FEW else []
         return cls(
             endpoints,
             [endpoint for endpoint, _ in each],
             holders,
             loads,
-            few,
             np.array([load.row for load in loads], dtype=np.intp),
             slots.layout,
             {holder: index for index, holder in enumerate(holders)},
@@ -119,7 +115,7 @@ class Candidates:
         )
 
     def column(self, found: Mapping[WorkerRank, int]) -> Floats:
-        """Return the value of each candidate as a column, with 0 for a candidate that is missing in `found`."""
+        """Return a column with the value of each candidate in `found`, and 0 for each candidate that is missing there."""
         values = np.zeros(len(self))
         if isinstance(found, Depths):
             for group, depth in found.groups:
@@ -169,12 +165,12 @@ class ScoringRequest(msgspec.Struct, eq=False):
     def costs_of_few(self) -> list[float] | None:
         """Return the cost of each candidate, computed one by one, or None if the costs must be computed as columns.
 
-        Columns are required for more than FEW candidates, for blocks on slower tiers, for prompts that shrink with
-        time, and for a credit that decays.
+        Columns are required for more than FEW (16) candidates, for blocks on slower tiers, for tokens to prefill that shrink
+        with time, and for a credit that decays.
         """
         candidates, prompt, pricing, slots = self.candidates, self.prompt, self.pricing, self.slots
         found = prompt.matches
-        if not candidates.few or found.disk is not found.device or pricing.credit_decay:
+        if len(candidates) > FEW or found.disk is not found.device or pricing.credit_decay:
             return None
         if prompt.tokens < 1 or slots.paced:
             return None
@@ -184,7 +180,8 @@ class ScoringRequest(msgspec.Struct, eq=False):
         device: list[float] = []
         used = slots.pieces(prompt.blocks) if prompt.blocks else ()
         cached_at = (found.device.named() if type(found.device) is Depths else found.device).get
-        for endpoint, holder, load in candidates.few:
+        ranks = zip(candidates.endpoint, candidates.holders, candidates.loads, strict=True)
+        for endpoint, holder, load in ranks:
             has, shared, sharers, row = cached_at(holder, 0), 0, 0, load.row
             for depth, users in used:
                 if row in users:
@@ -219,8 +216,8 @@ class ScoringRequest(msgspec.Struct, eq=False):
     def _score(self) -> tuple[Terms, Floats]:
         """Compute the terms and the cost of each candidate as columns.
 
-        If a worker caches prefixes, blocks in use there count as cached, because they will be cached when this prompt
-        is prefilled. So requests with the same beginning stay together, even before a KV event reports the blocks.
+        If a worker caches prefixes, its blocks in use count as cached, because these blocks will be cached when this prompt
+        is prefilled. So requests with the same beginning go to the same worker, even before a KV event reports the blocks.
         """
         candidates, prompt = self.candidates, self.prompt
         found, (shared, sharers) = prompt.matches, self.slots.shared(prompt.blocks, candidates.rows)
@@ -248,7 +245,7 @@ class ScoringRequest(msgspec.Struct, eq=False):
 
     @property
     def weights(self) -> Floats:
-        """The fleet's weight of each candidate's worker, at most WEIGHTS_S old."""
+        """The weight that the fleet gives the worker of each candidate. The values are at most WEIGHTS_S seconds old."""
         candidates = self.candidates
         if not 0.0 <= self.now - candidates.weighed_at < WEIGHTS_S:
             weights = [endpoint.weight for endpoint in candidates.endpoint]
@@ -256,11 +253,14 @@ class ScoringRequest(msgspec.Struct, eq=False):
         return candidates.weights
 
     def weight(self, index: int) -> float:
-        """Return the fleet's current weight of a candidate's worker, at least WEIGHT_MIN."""
+        """Return the weight that the fleet gives a candidate's worker now; at least WEIGHT_MIN."""
         return max(self.candidates.endpoint[index].weight, WEIGHT_MIN)
 
     def external(self) -> tuple[Floats, Floats]:
-        """Return the external requests and tokens of each candidate, at most REPORTS_S old."""
+        """Return each candidate's load that is not in the slot tracker, as requests and tokens.
+
+        The values are at most REPORTS_S seconds old.
+        """
         candidates = self.candidates
         if self.others is None:
             return np.zeros(len(candidates)), np.zeros(len(candidates))
@@ -271,9 +271,9 @@ class ScoringRequest(msgspec.Struct, eq=False):
         return candidates.external_requests, candidates.external_tokens
 
     def external_at(self, index: int) -> tuple[float, float]:
-        """Return the external requests and tokens of one candidate.
+        """Return one candidate's load that is not in the slot tracker, as requests and tokens.
 
-        They are reported for its rank, or an equal share of what its worker reports.
+        It is what the worker reports for this rank, or else an equal share of what the worker reports in total.
         """
         if self.others is None:
             return 0.0, 0.0
@@ -287,8 +287,9 @@ class ScoringRequest(msgspec.Struct, eq=False):
         return (whole.running + whole.waiting) / ranks, whole.active_tokens / ranks
 
     def in_flight(self, index: int) -> float:
-        """Return the requests in flight at a candidate, with its share of those that are admitted for its worker but not
-        sent.
+        """Return the number of requests in flight at a candidate, external ones included.
+
+        The number includes the candidate's share of the requests that are admitted for its worker but not sent yet.
         """
         endpoint, load = self.candidates.endpoint[index], self.candidates.loads[index]
         return len(load.requests) + endpoint.kept.requests / endpoint.ranks + self.external_at(index)[0]
@@ -309,16 +310,16 @@ class Selection(msgspec.Struct, eq=False):
 
     @property
     def prefill_tokens(self) -> int:
-        """Number of prompt tokens to prefill, for `ActiveSequences.add`. 0 if the pricing does not track prompts."""
+        """Number of prompt tokens to prefill, for `ActiveSequences.add`. 0 if `Pricing.track_prefill` is off."""
         prompt = self.request.prompt
         left = prompt.tokens - int(self.overlap_blocks * prompt.block_tokens)
         return left if left > 0 and self.request.pricing.track_prefill else 0
 
     def explain(self) -> list[tuple[WorkerRank, Terms]]:
-        """Return each candidate with its cost terms, lowest cost first. Must be called before the request is counted.
+        """Return each candidate with its cost terms, lowest cost first.
 
-        The result includes endpoints that a `Filter` would reject. In modes other than kv, the costs are those that
-        kv would use.
+        Call this before the request is added to the slot tracker, because the added request changes the costs. The result
+        includes endpoints that a `Filter` would reject. In modes other than kv, the costs are those that kv would use.
         """
         terms, holders = self.request.terms, self.request.candidates.holders
         order = np.argsort(self.request.costs, kind="stable").tolist()
@@ -353,10 +354,10 @@ class Chooser:
 
         Args:
             among: a filter, or at least one endpoint; all given endpoints may be used.
-            now: the slot tracker's time.
+            now: the present time, by the clock of the slot tracker (`ActiveSequences`).
             draw: a random number, at least 0 and below 1.
             others: source of the external load; None if no other frontend sends to these workers, or if the other frontends
-                report their requests to our tracker.
+                report their requests to this tracker.
 
         Raise ValueError for an empty prompt, and the errors of the filter if no endpoint passes.
         """
@@ -390,7 +391,7 @@ class Chooser:
         return kept
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the state of all endpoints except `keys`."""
+        """Forget the endpoints that no longer exist. `keys` names those that exist."""
         self._due = {holder: due for holder, due in self._due.items() if holder[:2] in keys}
         self._kept.clear()
 
@@ -430,7 +431,10 @@ class Chooser:
         return None
 
     def _next_in_turn(self, request: ScoringRequest) -> int | None:
-        """Return the candidate that is due first, or None. Each pick delays the candidate by the inverse of its weight."""
+        """Return the index of the first candidate in turn that fits; None if the first 8 candidates (LOOKS) do not fit.
+
+        After a pick, the candidate's next turn comes 1 / weight later in virtual time.
+        """
         holders, now, get = request.candidates.holders, self._due_now, self._due.get
         dues = [get(holder, now) for holder in holders]
         # a candidate that was unavailable does not catch up on its missed picks
@@ -446,9 +450,9 @@ class Chooser:
 
 
 def _lowest(costs: Floats | list[float], request: ScoringRequest) -> int | None:
-    """Return the index of the lowest cost that fits, or None.
+    """Return the index of the cheapest candidate that fits; None if the 8 cheapest candidates (LOOKS) do not fit.
 
-    Ties are drawn with the remaining digits of the random number.
+    Candidates of equal cost are chosen at random, by `request.draw`.
     """
     draw = request.draw
     for _ in range(min(LOOKS, len(costs))):
@@ -471,9 +475,9 @@ def _lowest(costs: Floats | list[float], request: ScoringRequest) -> int | None:
 
 
 def _less_loaded_of_two(request: ScoringRequest) -> int | None:
-    """Return the index of the less loaded of two drawn candidates that both fit, or None.
+    """Draw two candidates that both fit, and return the index of the less loaded one; None if 2 draws (PAIRS) fail.
 
-    The first wins if both are equal.
+    If the two have the same load, the first one wins.
     """
     size, draw = len(request.candidates), request.draw
     if size == 1:
@@ -488,7 +492,7 @@ def _less_loaded_of_two(request: ScoringRequest) -> int | None:
 
 
 def _drawn(request: ScoringRequest) -> int | None:
-    """Return the index of a candidate that fits, drawn in proportion to the weights, or None if the first few do not fit."""
+    """Return the index of a candidate that fits, drawn in proportion to the weights; None if a few draws find none."""
     sums, draw = np.cumsum(request.weights), request.draw
     if sums[-1] <= 0.0:  # the cached weights are all 0, because all workers came into service a moment ago
         sums = np.arange(1.0, len(sums) + 1)

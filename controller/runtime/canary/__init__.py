@@ -1,1 +1,1 @@
-"""The canary loop: sends canaries to workers, records goldens, and reports the outcomes as facts."""
+"""The canary loop: sends canaries to workers, and records goldens and outcomes on the journal."""

@@ -1,8 +1,9 @@
 """Selects the canaries of one canary key, and judges the answers and latencies of the key's workers.
 
-The goldens themselves are in the fold. A canary set adds what only the prober needs: the questions in the model's tokens, the
-ranking of the pool from which new canaries are chosen, the calibration of the tolerance, and the usual latencies. A new leader
-does not have this data, and rebuilds it by probing again.
+A canary key stands for workers with comparable answers (same model, engine and device). The goldens themselves are in the fleet
+state folded from the journal. A canary set adds what only the prober needs: the questions in the model's tokens, the ranking of
+the pool from which new canaries are chosen, the calibration of the tolerance, and the usual latencies. A new leading controller
+lacks this data, and rebuilds it by probing again.
 """
 
 import asyncio
@@ -68,13 +69,13 @@ class _Measured:
 class Baseline:
     """Finds slow answers: compares a worker's canary latencies with those of its peers and with its own earlier ones.
 
-    One `Baseline` covers the workers of one canary key and one answer length. A latency is compared only with latencies at the
-    same load, because a server that decodes 60 sequences takes longer for each step than an idle server, without being broken. A
-    load level is a power of two of the sequences in the worker's batch. The baseline is the first of these that exists:
+    One `Baseline` covers the workers of one canary key and one answer length. A healthy server that decodes 60 sequences takes
+    longer for each step than an idle server. So latencies are compared at the same load level, or scaled to it. The load levels
+    are 1 sequence in the worker's batch, 2 to 3, 4 to 7, and so on. The baseline is the first of the following that exists:
 
         peers        the median of the other workers at the same level, if at least two of them were measured often enough
-        own past     the worker's own median, capped at 1.5 times its warm-up, so that a gradual slowdown is detected (B13)
-        lower level  the baseline of the nearest lower level, times PER_DOUBLING for each level in between
+        own past     the worker's own median, capped at 1.5 times its warm-up median to detect a gradual slowdown
+        lower level  the baseline of the nearest lower level, times PER_DOUBLING for each level of difference
 
     A worker is slow only if its latency also exceeds the last latencies of most peers. If most workers became slow at once, they
     have a common cause (an unseen load, the network), and no worker is blamed.
@@ -88,9 +89,10 @@ class Baseline:
     _workers: dict[Hashable, _Measured] = field(default_factory=dict)
 
     def judge(self, worker: Hashable, instance: str, latency_ms: float, load: int = 1) -> float | None:
-        """Add a latency, measured while the worker had `load` sequences. Return the baseline in ms if the latency is too long.
+        """Add a latency of a worker. Return the baseline in ms if the latency is too long, else None.
 
-        None if the latency is normal, no baseline is known, or most peers are equally slow.
+        `load` is the number of sequences in the worker's batch during the measurement. A latency is not too long if no baseline
+        is known, or if most peers are equally slow.
         """
         measured = self._workers.get(worker)
         if measured is None or measured.instance != instance:
@@ -108,14 +110,15 @@ class Baseline:
         return self._usual(worker, _level(load))[0]
 
     def forget(self, workers: Iterable[Hashable]) -> None:
-        """Drop the latencies of workers that are gone, so that they do not affect the baselines of the others."""
+        """Drop the latencies of workers that are gone, because kept latencies would influence other workers' baselines."""
         for worker in workers:
             self._workers.pop(worker, None)
 
     def _usual(self, worker: Hashable, level: int) -> tuple[float | None, float]:
-        """Return the baseline and its median absolute deviation in ms, of this load level or scaled from the nearest lower one.
+        """Return the baseline of this load level and its median absolute deviation, in ms.
 
-        (None, 0.0) if no baseline is known.
+        If this level has no baseline, scale both values from the nearest lower level with a baseline. (None, 0.0) if no level
+        has a baseline.
         """
         for lower in range(level, -1, -1):
             usual, spread = self._at(worker, lower)
@@ -127,7 +130,8 @@ class Baseline:
     def _at(self, worker: Hashable, level: int) -> tuple[float | None, float]:
         """Return the baseline of exactly this load level and its median absolute deviation, in ms.
 
-        Both come from the peers' latencies or, with too few peers, from the worker's own. (None, 0.0) if neither are known.
+        Both values are computed from the peers' latencies, or from the worker's own latencies if there are too few peers.
+        (None, 0.0) if the worker has too few latencies as well.
         """
         peers = list(self._peers(worker, level))
         if len(peers) >= PEERS_MIN:
@@ -157,7 +161,10 @@ class Baseline:
                 yield past.typical
 
     def _common(self, worker: Hashable, latency_ms: float) -> bool:
-        """Return whether most peers were last about as slow as `latency_ms`, so that this worker is not to blame."""
+        """Return whether most peers' last latencies were about as long as `latency_ms`, or longer.
+
+        If so, this worker is not to blame.
+        """
         last = [m.last for name, m in self._workers.items() if name != worker and m.last is not None]
         return len(last) >= PEERS_MIN and not self._exceeds(latency_ms, median_low(last), 0.0)
 
@@ -185,7 +192,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class CanarySet:
-    """The canaries of one canary key, with the data for choosing them and judging their answers."""
+    """The canaries of one canary key (workers with comparable answers), and the data to choose them and judge answers."""
 
     key: str
     settings: CanarySettings
@@ -204,7 +211,7 @@ class CanarySet:
     baselines: dict[int, Baseline] = field(default_factory=dict)  # by the number of tokens of an answer
 
     def canaries(self, fleet: Fleet) -> tuple[Canary, ...]:
-        """Return the canaries to probe with: the configured ones, those with a golden, and the best of the rest of the pool."""
+        """Return the canaries to probe with: the configured ones, those with a golden, and the best-ranked others of the pool."""
         found = {canary.id: canary for canary in self.configured if not self._refuted(fleet, canary)}
         given = len(found)
         by_id = {canary.id: canary for canary in self.pool}
@@ -226,9 +233,9 @@ class CanarySet:
         return [fleet.goldens[k] for k in sorted(fleet.goldens) if k[0] == self.key]
 
     def golden(self, fleet: Fleet, canary: Canary) -> Golden | None:
-        """Return a canary's golden from the fold, or the golden that was just proposed.
+        """Return a canary's golden from the fleet state, or a proposed golden that is not yet in it.
 
-        None if the canary has no golden, a retired golden, or a golden for another prompt.
+        None if the canary has no golden, or if its golden is retired or was recorded for another prompt.
         """
         golden = fleet.goldens.get((self.key, canary.id)) or self.proposed.get(canary.id)
         if golden is None or golden.status == "retired" or golden.prompt != canary.prompt:
@@ -236,19 +243,19 @@ class CanarySet:
         return golden
 
     def comparable(self, fleet: Fleet) -> list[tuple[Canary, Golden]]:
-        """Return the canaries that sampled answers can be compared with, each with its golden.
+        """Return each canary with its golden, if the golden can judge sampled answers (temperature above 0).
 
-        Such a golden is agreed, and has logprobs for each position.
+        A golden can judge sampled answers if it is agreed, not provisional, and has logprobs.
         """
         found = ((canary, self.golden(fleet, canary)) for canary in self.canaries(fleet))
         return [(c, g) for c, g in found if g is not None and g.status == "agreed" and g.top_k]
 
     def propose(self, golden: Golden) -> None:
-        """Keep a proposed golden until the proposal is folded, so that it is not proposed twice."""
+        """Keep a proposed golden until the fleet state contains it, so that it is not proposed twice."""
         self.proposed[golden.canary] = golden
 
     def folded(self, fleet: Fleet) -> None:
-        """Drop the proposed goldens that the fold contains."""
+        """Drop the proposed goldens that the fleet state now contains."""
         for id in [id for id in self.proposed if (self.key, id) in fleet.goldens]:
             del self.proposed[id]
 
@@ -268,20 +275,22 @@ class CanarySet:
         return self.ranking or ()
 
     def answer_before(self, canary: Canary, answer: CanaryAnswer) -> CanaryAnswer | None:
-        """Return the answer that a worker gave to this canary for the ranking, if its tokens equal those of `answer`; else None.
+        """Return the canary's answer from the pool's ranking, if that answer and `answer` have equal tokens; else None.
 
-        A ranking answer with other tokens does not count as a repetition. It may come from another worker, or from this worker
-        before it was healed. Then only a repeated question can show whether `answer` is reproducible.
+        An equal answer saves a repetition of the question. A different answer proves nothing, because the ranking's answer can be
+        another worker's, or from a time before this worker was healed.
         """
         before = self.ranked.get(canary.id)
         return before if before is not None and before.tokens == answer.tokens else None
 
     def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
-        """Whether this worker's answer to the canary is informative.
+        """Whether this worker's answer to the canary is worth a probe.
 
-        An answer that can be compared with a golden always is. Without a golden, the answer of a `doubtful` worker is not. If the
-        golden was retired for a vote, a worker that has voted is asked again only if it is not convicted. If an operator
-        requested a recording with one worker, only that worker's answer is informative.
+        True for a configured canary, and for a canary with a golden in use. In all other cases, the first rule that fits decides:
+
+        - if an operator wants one worker to record the golden, and that worker is alive: true for that worker only;
+        - if the golden is retired, and this worker has already voted on it: true unless this worker is convicted;
+        - if neither rule fits: true unless this worker is `doubtful`.
         """
         if self.golden(fleet, canary) is not None or canary.configured:
             return True
@@ -295,16 +304,16 @@ class CanarySet:
         return not doubtful
 
     def voted(self, fleet: Fleet, golden: Golden) -> bool:
-        """Whether the fold already has a vote of the golden's proposer with these tokens."""
+        """Whether the fleet state already has a vote of the golden's proposer for the golden's tokens."""
         known = fleet.goldens.get((self.key, golden.canary))
         votes = known.votes if known is not None else ()
         return any(v.worker == golden.proposed_by and v.tokens == golden.tokens for v in votes)
 
     def contested(self, fleet: Fleet, golden: Golden, worker: str, answer: CanaryAnswer) -> bool:
-        """Whether this worker's contradiction puts a configured golden in doubt, rather than the worker.
+        """Whether this worker's wrong answer puts a configured golden in doubt, rather than the worker.
 
-        It does if no worker has confirmed the golden, and another healthy worker of the canary key has not voted yet or has given
-        the same answer as this worker.
+        True if no worker has confirmed the golden, and a second worker has voted for this answer or has not voted yet. Only live,
+        unconvicted workers of the golden's canary key count as a second worker.
         """
         if not golden.configured or confirmations(golden):
             return False
@@ -328,7 +337,8 @@ class CanarySet:
     def judge(self, canary: Canary, golden: Golden, answer: CanaryAnswer) -> GoldenDifference:
         """Compare an answer with its golden, and return the difference.
 
-        Only the tokens before a known near tie are compared, if the canary has one and they are equal.
+        A near tie is a position at which a correct engine can give either of two tokens. If the tokens before the canary's first
+        known near tie are equal, the answer counts as right, whatever follows.
         """
         if canary.top_logit_range is not None and not answer.top_k and canary.id not in self.unchecked:
             self.unchecked.add(canary.id)
@@ -351,31 +361,42 @@ class CanarySet:
         )
 
     def expected(self, golden: Golden) -> ExpectedAnswer:
-        """Return the golden in the form with which an answer is compared while it arrives."""
+        """Return an object that compares an answer with this golden while the answer arrives."""
         return ExpectedAnswer(golden.tokens, golden.top_k, self.tolerance(golden))
 
     def tie_margin(self, golden: Golden) -> float:
-        """Return the tie margin: a differing token is evidence only if the expected token leads it by more than this logprob.
+        """Return the tie margin: the largest logprob difference of two tokens at a near tie; 0.0 tolerates no near tie.
 
-        0.0 if every differing token is evidence.
+        A token other than the expected one is evidence of a fault only if the two logprobs differ by more than this margin.
         """
         return max(self.tolerance(golden), self.settings.tie_margin) if self.settings.tie_margin else 0.0
 
     def settled_part(
         self, canary: Canary, answer: CanaryAnswer, repeated: CanaryAnswer
     ) -> CanaryAnswer | None:
-        """Return the part of an answer that can become a golden; None if the repeated question gave another answer."""
+        """Return the part of an answer that can become a golden; None if there is no such part.
+
+        This is usually the part before the first near tie (`goldens.settled_part`). An answer without the requested number of
+        tokens is returned whole if `repeated`, the answer to the repeated question, is equal.
+        """
         # some upstreams report fewer tokens, so positions are unknown
         if len(answer.tokens) != canary.max_tokens:
             return answer if repeated.tokens == answer.tokens else None
         return settled_part(answer, repeated, self.settings.margin_min)
 
     def note_tie(self, canary: Canary, position: int, worker: str) -> None:
-        """Compare a canary only up to this position from now on, because a worker's answers varied there during its recording."""
+        """Record a near tie: from now on, answers to this canary are compared only up to `position`.
+
+        At this position, the worker's answers varied while the golden was recorded.
+        """
         self.ties.note(canary.id, position, worker, alone=True)
 
     def note_flip(self, fleet: Fleet, canary: Canary, position: int, worker: str) -> bool:
-        """Record that a worker's answers without logprobs varied at `position`, and return whether that is a near tie."""
+        """Record that a worker's answers without logprobs varied at `position`. Return whether that is a near tie.
+
+        A near tie with fewer than TOKENS_MIN tokens before it makes the canary useless. `spoil` then excludes the canary if
+        possible.
+        """
         others = any(
             name != worker and other.joined.canary_key == self.key and other.alive
             for name, other in fleet.workers.items()
@@ -389,12 +410,12 @@ class CanarySet:
         """Return the current logprob tolerance. 0.0 if the golden has no logprobs, so that only tokens are compared."""
         return self.calibration.tolerance if golden.top_k else 0.0
 
-    def usual(
+    def slow_baseline(
         self, worker: Hashable, instance: str, tokens: int, latency_ms: float, load: int
     ) -> float | None:
         """Add the latency of an answer of `tokens` tokens. Return the baseline in ms if the latency is too long, else None.
 
-        `load` is the number of sequences that the worker had. See `Baseline.judge`.
+        `load` is the number of sequences in the worker's batch. See `Baseline.judge`.
         """
         baseline = self.baselines.get(tokens)
         if baseline is None:
@@ -411,7 +432,7 @@ class CanarySet:
     def spoil(self, canary: Canary) -> bool:
         """Exclude a candidate without a reproducible answer, and return True.
 
-        Return False if it cannot be excluded, because it is configured or the ranked pool has no replacement.
+        If the candidate is configured, or if the ranked pool has no replacement, keep the candidate and return False.
         """
         left = [id for id in self.ranking or () if id not in self.spoilt and id != canary.id]
         if len(left) < self.settings.canaries or canary.configured:
@@ -421,7 +442,7 @@ class CanarySet:
 
 
 def as_agreed(golden: Golden, candidate: Canary) -> Canary:
-    """Return the candidate's question with the prompt and the number of answer tokens of its golden."""
+    """Return the canary with the prompt and the number of answer tokens with which its golden was recorded."""
     prompt = tuple(golden.prompt)
     text = candidate.text if candidate.prompt == prompt else ""
     return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)
@@ -432,7 +453,7 @@ def open_canary_set(
 ) -> CanarySet:
     """Return a new canary set for the canary key of `joined`.
 
-    Without a `vocabulary`, the questions consist of fixed token ids, because a canary does not have to be text.
+    Without a `vocabulary`, the questions consist of fixed token ids that every vocabulary has. A canary need not be text.
     """
     s, key = settings, joined.canary_key
     if vocabulary is None:

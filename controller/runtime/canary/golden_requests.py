@@ -1,4 +1,4 @@
-"""Checks an operator's request about goldens, and records it as a fact.
+"""Checks an operator's request about goldens, and records it as a fact on the journal.
 
 The module `controller.deciders.golden` decides what the fact changes.
 """
@@ -20,7 +20,8 @@ async def request_goldens(
 ) -> GoldenRequested:
     """Validate a request against the fleet, record it on the journal, and return its fact.
 
-    Raise UnknownWorker if the named worker does not exist. Raise NotPossible if the request would change nothing.
+    Raise UnknownWorker if the named worker does not exist. Raise NotPossible if this worker is dead, if the request would change
+    nothing, or if the kind GoldenRequested is not in force.
     """
     worker = _worker(fleet, wish.worker) if wish.worker else None
     key = _key(fleet, wish, worker)
@@ -73,7 +74,7 @@ def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
 
 
 def _named(fleet: Fleet, wish: GoldenWish) -> None:
-    """Raise NotPossible if the request names a canary that the model does not have."""
+    """Raise NotPossible if the request names a canary without a golden, although the model has goldens."""
     known = sorted({canary for key, canary in fleet.goldens if _is_of(key, wish.model)})
     for canary in wish.canaries if known else ():
         if canary not in known:
@@ -82,9 +83,9 @@ def _named(fleet: Fleet, wish: GoldenWish) -> None:
 
 
 def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -> tuple[str, ...]:
-    """Return the ids of the canaries with goldens that the request changes.
+    """Return the canary ids of the goldens that the request changes.
 
-    Raise NotPossible if the request changes no golden, or names a canary with a golden that it cannot change.
+    Raise NotPossible if the request changes no golden, or names a canary that has no golden to change.
     """
     known = {canary: state for (of, canary), state in fleet.goldens.items() if of == key}
     found = tuple(canary for canary in sorted(known) if _changes(known[canary], wish, worker))

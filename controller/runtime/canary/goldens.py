@@ -1,26 +1,27 @@
 """Canary questions, and the comparison of answers with their goldens. Pure functions.
 
 A *canary* is a question with a known answer, the *golden*. Goldens are recorded from workers, never hard-coded, because token ids
-differ between tokenizers and logits between engines (N23). Greedy decoding is not invariant under batching (B15). So a good
-canary is a question for which the model is certain of every token: the pool's questions with the largest logprob difference
-between the best and the second-best token are chosen.
+differ between tokenizers and logits between engines. Even in greedy decoding, the other requests of a batch change the last bits
+of a logit. Two tokens with nearly equal logits can then change places, so in a good canary the model is certain of every token of
+the answer. The chosen questions of the pool are those with the largest logprob difference between the best and the second-best
+token.
 
 Raw logits are not compared, because they are defined only up to a shift, and no API guarantees them. Instead the logprobs of the
-top k tokens are compared (B14). A token that is missing from a top k ranked below the last entry of that top k, which gives a
-lower bound of the distance.
+top k tokens in golden and answer are compared. If a token is missing in one of these two lists, the token's logprob there is at
+most that of the list's last entry. This gives a lower bound of the distance.
 
-A *near tie* is a position where two tokens are so close that a correct engine may choose either, because the last bits of a logit
-depend on the batch. If an engine chooses the other token, all later tokens differ as well. This does not prove corruption.
+A *near tie* is a position where two tokens are so close that a correct engine can choose either. If an engine does not choose the
+golden's token there, its later tokens differ as well. Such a difference does not prove corruption.
 
 - A golden is truncated before its first near tie (`usable`), so most goldens contain no near tie.
-- Older goldens may contain a near tie, and so may a golden recorded before the tolerance grew. There a differing token counts
-  only if the expected token leads it by more than the tie margin (`margin`), and no later token is compared.
+- Older goldens, and goldens recorded before the tolerance grew, can contain a near tie. Two different tokens are a near tie if
+  their logprobs differ by at most the tie margin (`margin`). Neither these two tokens nor later ones count as a difference.
 - An engine without logprobs shows no margins. Its near ties are found by repeating the question (`HiddenTies`).
 
 *Covering* questions are prefixed with a slice of the vocabulary. A fault in one row of the embeddings is visible only to
-requests that use that row. Four questions of thirty-two tokens use a few hundred rows, while users' requests use all rows. With
+requests that use that row. Four questions of thirty-two tokens use a few hundred rows, but users' requests use all rows. With
 slices of 512 tokens, four questions use 2,048 rows. These are all rows of a small vocabulary, and the most used rows of a large
-one, since byte-pair tokenizers give low ids to frequent tokens. Measurements are in `docs/concepts/silent-corruption.md`.
+one, because byte-pair tokenizers give low ids to frequent tokens. Measurements are in `docs/concepts/silent-corruption.md`.
 Covering questions are ranked by margin within their slice, so that the best-ranked questions cover every slice.
 """
 
@@ -41,11 +42,11 @@ TOKENS_MIN = 8  # a golden is not truncated to fewer tokens, since too few would
 
 
 def margin(golden: TopK, answer: TopK, expected: int, got: int) -> float | None:
-    """Return by how much the logprob of the expected token exceeds the logprob of the token that the worker gave.
+    """Return by how much the logprob of the token `expected` exceeds that of `got`, the token that the worker gave.
 
-    `golden` and `answer` are the top k at the same position. The golden's logprobs are used. A token that they do not list gets
-    the logprob of the last token listed, so the result is a lower bound. If the golden has no logprobs (a configured answer),
-    return by how much the given token exceeds the expected one in the answer's own logprobs. None if neither has logprobs.
+    `golden` and `answer` list the top k tokens at the same position. The golden's logprobs are used. A token that the golden does
+    not list gets the logprob of the last listed token, so the result is a lower bound. If the golden has no logprobs (a
+    configured answer), return by how much `got` exceeds `expected` in the answer's logprobs. None if neither has logprobs.
     """
     if golden:
         return _lead(dict(golden), expected, got)
@@ -70,10 +71,11 @@ def usable(top_k: Iterable[TopK], margin_min: float, length: int) -> int:
 
 @dataclass(slots=True)
 class HiddenTies:
-    """Finds near ties in the answers of engines that report no logprobs, for the workers of one canary key.
+    """Finds near ties in the answers of engines that report no logprobs, for workers with comparable answers (one canary key).
 
     If a worker gives two answers to one question, either the question has a near tie or the worker is intermittently corrupt. The
-    difference counts as a near tie if another worker's answers differ at the same position, or if there is no other worker.
+    difference counts as a near tie if a second worker also gives two answers that differ at this position. It also counts if
+    there is no second worker.
     """
 
     _flips: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # workers by canary and position
@@ -105,10 +107,11 @@ OUTLIER = 10.0  # a worker is an outlier if its distance exceeds the median of a
 
 @dataclass(slots=True)
 class Calibration:
-    """Derives the logprob tolerance of one canary key from healthy answers.
+    """Derives the logprob tolerance of one canary key from the answers of healthy workers.
 
-    The tolerance is the largest logprob distance of healthy answers, times a margin. A worker with logprobs that drift from the
-    start must not widen the tolerance until its own answers pass. So with three or more workers, outliers do not count.
+    The tolerance is the largest logprob distance of such answers from their goldens, times a margin. With three or more workers,
+    outliers do not count. If they did, a worker with wrong logprobs from the start would widen the tolerance until its own
+    answers pass.
     """
 
     settings: CanarySettings
@@ -118,7 +121,7 @@ class Calibration:
     _cached_noise: float | None = None  # result of `_noise`; None: it must be computed again
 
     def add(self, distance: float, worker: str = "") -> None:
-        """Add the largest logprob distance of one answer that passed, from a healthy worker. An infinite distance is ignored."""
+        """Add the largest logprob distance of a healthy worker's passed answer from the golden. Ignore an infinite distance."""
         if not math.isfinite(distance):
             return
         distances = self._distances.setdefault(worker, deque(maxlen=SAMPLES_MAX))
@@ -154,7 +157,7 @@ class Calibration:
         )
 
     def _noise(self) -> float:
-        """Return the largest distance of a healthy answer, without outliers.
+        """Return the largest logprob distance between an answer and its golden, over all workers that are not outliers.
 
         Cached, because each probe needs the value twice and a fleet of a thousand workers sends dozens of probes a second.
         """
@@ -205,7 +208,7 @@ _PREAMBLE = (
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """One canary question. `expected` is a configured answer; for most canaries it is empty, and the answer is recorded."""
+    """One canary question. `expected` is a configured answer; for most canaries it is empty, and a golden is recorded."""
 
     id: str
     prompt: tuple[int, ...]
@@ -232,7 +235,7 @@ class CanaryAnswer:
 
     @property
     def margin(self) -> float:
-        """The smallest logprob difference between the two best tokens of a position, over all positions.
+        """The smallest difference, over all positions, between the logprobs of a position's two best tokens.
 
         0 if the engine did not report two tokens for every position, or if a logprob was not finite.
         """
@@ -259,7 +262,7 @@ class GoldenDifference:
 
 
 def pool(encode: Encode, *, tokens: int, prompt_tokens_min: int) -> tuple[Canary, ...]:
-    """Return the pool's questions, encoded for one model, with answers of `tokens` tokens.
+    """Return all questions of POOL as canaries for one model, with answers of `tokens` tokens.
 
     Each prompt is extended to at least `prompt_tokens_min` tokens.
     """
@@ -271,9 +274,10 @@ def pool(encode: Encode, *, tokens: int, prompt_tokens_min: int) -> tuple[Canary
 
 
 def extended(text: str, encode: Encode, tokens_min: int) -> str:
-    """Prefix `text` with sentences until it has at least `tokens_min` tokens. The end of the text, the question, is not changed.
+    """Prefix `text` with sentences until it has at least `tokens_min` tokens.
 
-    Raise ValueError if the tokenizer yields no tokens for added sentences.
+    The end of the text, which is the question, is not changed. Raise ValueError if the tokenizer yields no tokens for added
+    sentences.
     """
     round = 0
     while len(encode(text)) < tokens_min:
@@ -306,9 +310,11 @@ def configured(canaries: Iterable[ConfiguredCanary], model: str, encode: Encode)
 
 
 def rank(answers: Mapping[str, CanaryAnswer], *, tokens: int) -> tuple[str, ...]:
-    """Return the ids of the candidates with usable answers, best first.
+    """Return the ids of the canaries with usable answers, best first.
 
-    Answers of at least `tokens` tokens come before shorter ones. Then the larger margin comes first, then the order of the pool.
+    An answer is usable if it has tokens and all its logprobs are finite. Answers of at least `tokens` tokens come before shorter
+    ones. Within each of these two groups, the answers are sorted by margin, the largest first. Equal margins keep the order of
+    `answers`.
     """
     usable = [id for id, answer in answers.items() if answer.finite and answer.tokens]
     return tuple(sorted(usable, key=lambda id: (len(answers[id].tokens) < tokens, -answers[id].margin)))
@@ -318,7 +324,7 @@ def settled_part(answer: CanaryAnswer, repeated: CanaryAnswer, margin_min: float
     """Return the part of an answer that can become a golden: the tokens before its first near tie.
 
     The part ends where the margin is below `margin_min`, or where the repeated question gave another token. If this part has
-    fewer than TOKENS_MIN tokens, return the whole answer if the repeated answer is equal, and None otherwise.
+    fewer than TOKENS_MIN tokens, it is not used. The whole answer is then returned if the repeated answer equals it, else None.
     """
     agreed = _agreed(answer.tokens, repeated.tokens)
     cut = min(agreed, usable(answer.top_k, margin_min, len(answer.tokens)))
@@ -366,8 +372,8 @@ def compare(
     """Compare an answer with its golden, given as `tokens` and `top_k`, and return the difference.
 
     The two agree if all logprobs are finite, the tokens are equal, and each logprob differs by at most `tolerance` (0.0: not
-    checked). A token that differs at a near tie, where the expected token leads by at most `tie_margin`, does not count as a
-    difference. The tokens after a near tie are not compared.
+    checked). If the first pair of different tokens is a near tie (logprobs that differ by at most `tie_margin`), this pair
+    does not count as a difference. The tokens after it are not compared.
     """
     if not answer.finite:
         return GoldenDifference("non_finite", None, "NaN or infinity among the logprobs")
@@ -394,9 +400,9 @@ def _differing(
     tolerance: float,
     tie_margin: float,
 ) -> GoldenDifference:
-    """Return the difference of an answer from its golden, if the first differing token is at index `agreed`.
+    """Return the difference of an answer from its golden. `agreed` is the index of the first token that differs.
 
-    `far` is the largest logprob difference of the tokens before; None if no logprobs could be compared.
+    `far` is the largest logprob difference up to this index; None if no logprobs could be compared.
     """
     lead = None
     if agreed < min(len(tokens), len(answer.tokens)):
@@ -431,9 +437,7 @@ class ExpectedAnswer:
     _logprobs_read: int = 0
 
     def departs(self, chunk: Chunk) -> bool:
-        """Compare the next chunk, and return whether the answer differs from the golden."""
-        if self._as_expected(chunk):
-            return False
+        """Compare the next chunk of the answer, and return whether this chunk differs from the golden."""
         due = tuple(self.tokens[self._tokens_read : self._tokens_read + len(chunk.tokens)])
         self._tokens_read += len(chunk.tokens)
         got = read((chunk,))
@@ -444,23 +448,6 @@ class ExpectedAnswer:
             return True
         far = distance(tops, got.top_k, positions=shown) if self.tolerance > 0 else None
         return far is not None and far > self.tolerance
-
-    def _as_expected(self, chunk: Chunk) -> bool:
-        """Return True and advance if the chunk equals the golden exactly; otherwise return False without a change.
-
-        This is the fast path, because nearly all chunks equal the golden exactly.
-        """
-        said, shown, logprobs = self._tokens_read, self._logprobs_read, chunk.logprobs or ()
-        if list(self.tokens[said : said + len(chunk.tokens)]) != chunk.tokens:
-            return False
-        tops = self.top_k[shown : shown + len(logprobs)]
-        if len(tops) != len(logprobs):
-            return False
-        for top, logprob in zip(tops, logprobs, strict=True):
-            if tuple(logprob.top) != top or not math.isfinite(logprob.chosen):
-                return False
-        self._tokens_read, self._logprobs_read = said + len(chunk.tokens), shown + len(logprobs)
-        return True
 
 
 def distance(expected: Sequence[TopK], got: Sequence[TopK], *, positions: int) -> float | None:
@@ -498,9 +485,9 @@ def _agreed(tokens: Sequence[int], got: Sequence[int]) -> int:
 
 
 def _out_of_range(answer: CanaryAnswer, bounds: tuple[float, float] | None) -> str:
-    """Return a description if the best logprob at the first position is outside `bounds`.
+    """Return an error text if the highest logprob at the answer's first position is outside `bounds`; otherwise "".
 
-    "" if it is within `bounds`, if there are no bounds, or if the answer has no logprobs.
+    "" also if there are no bounds, or if the answer has no logprobs.
     """
     if bounds is None or not answer.top_k or not answer.top_k[0]:
         return ""
@@ -529,7 +516,7 @@ def covering(pool: Sequence[Canary], vocabulary: int) -> tuple[Canary, ...]:
 
 
 def dealt(order: Sequence[str], pool: Sequence[Canary]) -> tuple[str, ...]:
-    """Reorder the ids of `order` (best first) so that the best of each slice come first, then the second best of each slice."""
+    """Reorder `order` (ids, best first): the best of each vocabulary slice first, then the second best of each, and so on."""
     slice_of = {canary.id: number % SLICES for number, canary in enumerate(pool)}
     taken = [0] * SLICES
     places = {}

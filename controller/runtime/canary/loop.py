@@ -1,4 +1,4 @@
-"""The canary loop: schedules the probes of all live workers, which the runner executes.
+"""The canary loop: schedules the probes of all live workers. `CanaryRunner` executes the probes.
 
 The kinds of probes (join, scheduled, trial) of one worker, and what leads from one kind to the next:
 
@@ -6,10 +6,11 @@ The kinds of probes (join, scheduled, trial) of one worker, and what leads from 
     scheduled ── drained ──▶ (no probe) ── resumed ──▶ scheduled, at once
     any of these ── breaker half-open ──▶ trial, at once
 
-The first correct answer admits a worker. If more workers join than can be probed concurrently, the remaining join probes of each
-worker are spread over an interval. Each worker has its own task, so that a hung worker does not delay the others (B11) and two
-probes of one worker never overlap. Only the controller that holds the lease probes. Probes continue while a worker's breaker is
-open, because they show whether the worker recovers. Enough passed probes acquit a convicted worker.
+The first correct answer admits a worker. If more workers join than can be probed concurrently, a worker's join probes after the
+first are delayed by random times of up to one interval. Each worker has its own task. So a hung worker does not delay the
+probes of other workers, and two probes of one worker never overlap. Only the controller that holds the lease probes. Probes
+continue while a worker's breaker is open, because they show whether the worker recovers. Enough passed probes acquit a
+convicted worker.
 """
 
 import asyncio
@@ -114,7 +115,7 @@ class CanaryLoop:
     def _recheck(self, name: str) -> None:
         """Send a worker all canaries one after another, starting now.
 
-        Agreed goldens can convict the worker, and the worker's complete answers count as votes on other goldens.
+        An answer that contradicts an agreed golden can convict the worker. Complete answers also count as votes on goldens.
         """
         watch = self._watches.get(name)
         if watch is not None and not watch.turn.recheck:
@@ -123,9 +124,10 @@ class CanaryLoop:
             watch.wake.set()
 
     def _recheck_doubted(self, canary_key: str) -> None:
-        """Recheck the workers of a canary key that one of its goldens, now outvoted, may have convicted wrongly.
+        """Recheck the corrupt workers of a canary key after one of its goldens was outvoted.
 
-        Workers from which an operator wants to record goldens are rechecked too.
+        A worker that was convicted by the outvoted golden is perhaps healthy. Workers from which an operator wants to record
+        goldens are rechecked too.
         """
         fleet = self._view.fleet
         recorders = {state.moves.recorder for (key, _), state in fleet.goldens.items() if key == canary_key}
@@ -135,16 +137,17 @@ class CanaryLoop:
                 self._recheck(name)
 
     def _learn(self, fact: CanaryPassed | CanarySlow | CanaryFailed | RequestsServed) -> None:
-        """Pass a fact to the calibration and the sampling check.
+        """Give the fact of a passed probe to the calibration, and every fact to the sampling check.
 
-        A worker that sent unlikely tokens to users is probed at once.
+        If a worker's confirmed failure was recorded without the complete answer, recheck the worker. If the sampling check found
+        that a worker sent unlikely tokens to users, probe the worker at once.
         """
         sampling = self.sampling
         if isinstance(fact, CanaryPassed | CanarySlow):
             self._runner.learn(fact)
         elif isinstance(fact, CanaryFailed) and _wants_votes(fact):
             self._recheck(fact.worker)
-        sampling.hear(fact)
+        sampling.receive(fact)
         watch = self._watches.get(fact.worker)
         if watch is not None and fact.worker in sampling.wanted:
             watch.next_at = min(watch.next_at, self._clock.monotonic())
@@ -203,7 +206,10 @@ class CanaryLoop:
             self._schedule_next(watch, began, outcome, joining)
 
     async def _unmarked_loop(self, watch: WorkerWatch) -> None:
-        """Send a worker unmarked questions at random times, which the worker cannot predict, in addition to its canaries."""
+        """Send a worker questions that are not marked as canaries, at random times that the worker cannot predict.
+
+        These questions are sent in addition to the worker's canaries.
+        """
         check = self._runner.unmarked
         while True:
             await self._clock.sleep(check.pause_s)
@@ -235,7 +241,7 @@ class CanaryLoop:
             await pause(watch.wake, self._clock, wait)
 
     def _drained(self, watch: WorkerWatch, worker: Worker) -> bool:
-        """Whether the worker drains and was not resumed, so that it needs no probes.
+        """Whether the worker drains and was not resumed. A draining worker needs no probes.
 
         When the worker is resumed, its next probe becomes due at once.
         """
@@ -277,6 +283,6 @@ class CanaryLoop:
 def _wants_votes(fact: CanaryFailed) -> bool:
     """Return whether the worker must answer again because this confirmed failure lacks the complete answer.
 
-    A complete answer counts as a vote against the golden.
+    Only a complete answer counts as a vote against the golden.
     """
     return fact.confirmed and fact.golden != "none" and not fact.whole and fact.temperature is None

@@ -1,15 +1,16 @@
 """One probe of one worker: sends a canary, and repeats the canary until the verdict is certain.
 
 One deadline applies to the whole probe, including its repetitions. A worker that freezes during an answer has failed, like a
-worker that never answers. The deadline moves, up to a bound, while the engine is known to make progress on other requests (a long
-prompt, a full batch), because a queued request has not failed.
+worker that never answers. A canary that waits in the worker's queue has not failed. So while the engine is known to make progress
+on other requests (a long prompt, a full batch), the deadline moves, up to a bound.
 
-After a wrong answer the canary is repeated at once. A second answer that is wrong beyond the tolerance confirms the fault (N8).
-Without logprobs a near tie looks like a wrong answer, so all of `blind_repeats` answers must be wrong. After other failures the
-canary is not repeated, because the next probe follows soon.
+After a wrong answer the canary is repeated at once. A second answer that is wrong beyond the tolerance confirms the fault. At a
+near tie a correct engine can give either of two tokens. Without logprobs a near tie looks like a wrong answer. So without
+logprobs, the fault is confirmed only if all of `blind_repeats` answers are wrong. After other failures the canary is not
+repeated, because the next probe follows soon.
 
-A worker that answers that it is leaving, or that is full until the deadline, has not failed, because it is alive and has given no
-wrong answer. Such a probe has no outcome (`ProbeResult.declined`). A full worker is probed again within a second.
+A worker has not failed if it answers that it is leaving, or if it is full until the deadline. Such a worker is alive, and has
+given no wrong answer. The probe then has no outcome (`ProbeResult.declined`). A full worker is probed again within a second.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict of a probe."""
+    """The result of a probe: how the first answer differs from the golden, and whether repetitions confirmed a fault."""
 
     first: ProbeResult  # the result of the first question
     worst: GoldenDifference  # the difference of the first answer from its golden, which decides the verdict
@@ -74,7 +75,10 @@ class Deadline:
         return self.at - self.clock.monotonic()
 
     def allow(self, since: float) -> None:
-        """Move the deadline by the time from `since` until now, as far as `spare_s` allows and no other question has done so."""
+        """Move the deadline later by the time from `since` until now.
+
+        The questions of one probe share the deadline. If one question has already moved the deadline by a part of this time, that
+        part is not added again. In total, the deadline moves by at most the initial `spare_s`."""
         now = self.clock.monotonic()
         more = min(self.spare_s, max(0.0, now - max(since, self.moved_to)))
         self.at, self.spare_s, self.moved_to = self.at + more, self.spare_s - more, now
@@ -95,7 +99,7 @@ class ProbeReader:
     def look(self, prober: Prober, since: float, now: float) -> bool:
         """Return whether the engine works on requests that precede this question.
 
-        The time from `since` to `now` then counts as waiting.
+        If so, and if the answer has not begun, the time from `since` to `now` counts as waiting.
         """
         others = prober.others_work(self.worker, self.prompt_tokens, begun=self.begun) if self.open else ""
         self.goes_on, waits = bool(others), others == "before"
@@ -114,8 +118,8 @@ class ProbeReader:
 async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callable[[float, float], bool]) -> T:
     """Await `work` and return its result. Raise TimeoutError at the deadline. `work` is cancelled on every exit.
 
-    Every LOOK_S, `look` returns whether the time since the last look was spent on other requests. Such time does not count. The
-    lag of this process's event loop does not count either, because chunks may have arrived that are not read yet.
+    `look` is called every LOOK_S. It returns whether the engine spent the time since the last call on other requests. Such time
+    moves the deadline. A lag of this process's event loop moves the deadline too, because the loop reads no chunks during a lag.
     """
     clock = deadline.clock
     doing = asyncio.ensure_future(work)
@@ -264,9 +268,9 @@ async def ask_until_sure(
 ) -> Verdict:
     """Send a canary, and repeat it after a wrong answer until a second wrong answer confirms the first.
 
-    `once` sends the canary once; its argument is whether this is a repetition. After the probe's deadline it fails at once, so
-    the deadline covers all repetitions. `judge` compares an answer with its golden. The canary is repeated at most `retries`
-    times. A wrong answer without logprobs is confirmed if all of `blind_repeats` answers are wrong.
+    `once` sends the canary once; its argument tells whether this is a repetition. After the probe's deadline `once` fails
+    immediately, so one deadline covers all repetitions. `judge` compares an answer with its golden. The canary is repeated at
+    most `retries` times. A wrong answer without logprobs is confirmed if all of `blind_repeats` answers are wrong.
     """
     first = await once(False)
     if first.answer is None:

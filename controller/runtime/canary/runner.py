@@ -16,11 +16,7 @@ import structlog
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
-from controller.runtime.canary.canary_set import (
-    CanarySet,
-    as_agreed,
-    open_canary_set,
-)
+from controller.runtime.canary.canary_set import CanarySet, as_agreed, open_canary_set
 from controller.runtime.canary.goldens import (
     Calibration,
     Canary,
@@ -51,13 +47,13 @@ from events.wire import Sampling
 VOCABULARY_S = 30.0  # time limit for loading a tokenizer; the largest take a few seconds
 
 Outcome = Literal["passed", "failed", "nothing"]
-"""The outcome of a probe; `nothing`: it was cut short, or the worker is leaving, or full."""
+"""The outcome of a probe. `nothing`: the probe was cut short, or the worker is leaving or full."""
 
 log = structlog.get_logger(__name__)
 
 
 class CanaryRunner:
-    """Runs probes, and keeps a canary set and a calibration for each canary key."""
+    """Runs probes. Keeps a canary set and a calibration for each canary key (workers with comparable answers)."""
 
     def __init__(
         self, look: Callable[[], tuple[Fleet, int]], tools: ProberDependencies, settings: CanarySettings
@@ -74,7 +70,10 @@ class CanaryRunner:
         self.unmarked = UnmarkedCheck(lambda: look()[0], tools, settings, self._begin, self._ask_once)
 
     def learn(self, fact: CanaryPassed | CanarySlow) -> None:
-        """Add the logprob distance of a passed probe, by any controller, to the calibration if the worker is healthy."""
+        """Add the logprob distance of a passed probe to the calibration, if the worker is healthy.
+
+        Probes of all controllers count. Sampled canaries and unmarked questions do not.
+        """
         if fact.temperature is not None or fact.canary.endswith(UNMARKED):
             return
         worker = self._look()[0].workers.get(fact.worker)
@@ -100,7 +99,7 @@ class CanaryRunner:
         self.unmarked.forget(worker)
 
     async def probe(self, worker: Worker, turn: CanaryTurn, check: CheckType) -> Outcome:
-        """Send the next canary to `worker`, and record exactly one fact about the answer unless the outcome is "nothing"."""
+        """Send the next canary to `worker`, and return the outcome. Record one fact unless the outcome is "nothing"."""
         canary_set = await self._canary_set(worker.joined)
         fleet, _ = self._look()
         if canary_set.wants_ranking(fleet) and not (canary_set.lock.locked() and canary_set.canaries(fleet)):
@@ -174,21 +173,20 @@ class CanaryRunner:
     async def _ask_once(
         self,
         probing: Probe,
-        canary: Canary,
-        check: CheckType,
-        expected: ExpectedAnswer | None = None,
         sampling: Sampling | None = None,
+        expected: ExpectedAnswer | None = None,
         *,
-        marked: bool = True,
+        again: bool = False,
     ) -> ProbeResult:
-        """Send one question, return its result, and record its latency and its GPU time.
+        """Send a probe's question, record the latency and the GPU time, and return the result.
 
-        The GPU time is the time without waiting, times the worker's GPUs (tensor parallelism), divided by the running sequences.
+        `again` is true for a repetition that is to confirm an answer. The GPU time is the time without waiting, times the
+        worker's GPUs (tensor parallelism), divided by the worker's running sequences.
         """
-        drawn = sampling or greedy(canary, self._settings.top_k)
-        request = question(canary, drawn, probing.worker, rank=probing.rank, marked=marked)
+        drawn = sampling or greedy(probing.canary, self._settings.top_k)
+        request = question(probing.canary, drawn, probing.worker, rank=probing.rank, marked=probing.marked)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
-        self._meter.asked(probing.name, check, asked.latency_ms / 1000)
+        self._meter.count_probe(probing.name, "confirm" if again else probing.check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(probing.name))
         busy_s = (asked.latency_ms - asked.waited_ms) / 1000
         self._meter.spent(probing.name, busy_s * probing.worker.joined.tp / share)
@@ -210,7 +208,7 @@ class CanaryRunner:
         probing = self._begin(worker, canary_set, canary, check, turn.rank % max(1, worker.joined.dp))
 
         async def once(sampling: Sampling, expected: ExpectedAnswer | None, again: bool) -> ProbeResult:
-            return await self._ask_once(probing, canary, "confirm" if again else check, expected, sampling)
+            return await self._ask_once(probing, sampling, expected, again=again)
 
         tolerance = canary_set.tolerance(golden)
         verdict = await self.sampling.ask(worker, canary, golden, drawn, tolerance, once)
@@ -228,14 +226,15 @@ class CanaryRunner:
         return "passed"
 
     async def _rank(self, canary_set: CanarySet, worker: Worker, check: CheckType) -> Outcome | None:
-        """Send a worker the whole pool concurrently, and choose canaries by its answers.
+        """Send a worker all questions of the pool concurrently, and choose canaries by the worker's answers.
 
-        Return None if canaries are chosen, or if goldens exist already. Otherwise return the outcome of this failed probe.
+        Return None if canaries were chosen, or existed already. Otherwise return the outcome of this failed probe.
         """
         if not canary_set.wants_ranking(self._look()[0]):
             return None  # meanwhile, another worker's answers have been ranked
         probing = self._begin(worker, canary_set, canary_set.pool[0], check)
-        asked = await asyncio.gather(*(self._ask_once(probing, canary, check) for canary in canary_set.pool))
+        probes = (replace(probing, canary=canary) for canary in canary_set.pool)
+        asked = await asyncio.gather(*map(self._ask_once, probes))
         answers = {
             c.id: a.answer for c, a in zip(canary_set.pool, asked, strict=True) if a.answer is not None
         }
@@ -275,12 +274,11 @@ class CanaryRunner:
             probing = replace(probing, canary=as_agreed(golden, probing.canary))
 
         async def once(again: bool) -> ProbeResult:
-            check = "confirm" if again else probing.check
             # An answer that contradicts a configured golden is read to its end, to be compared with other workers' answers.
             # A convicted worker's answer is read to its end because it is a vote. Otherwise the first wrong token suffices.
             heard_out = golden.configured or probing.worker.health.corrupt
             expected = None if heard_out else probing.canary_set.expected(golden)
-            return await self._ask_once(probing, probing.canary, check, expected)
+            return await self._ask_once(probing, None, expected, again=again)
 
         def judge(answer: CanaryAnswer) -> GoldenDifference:
             return probing.canary_set.judge(probing.canary, golden, answer)
@@ -296,10 +294,10 @@ class CanaryRunner:
         return self._pass(probing, verdict)
 
     async def _record(self, probing: Probe) -> Outcome | None:
-        """Send a question without a golden until its answer is reproduced, and propose the answer as the golden.
+        """Send a question that has no golden yet, and propose the answer as the golden if it is reproduced.
 
-        One question suffices if the answer equals the answer from the ranking. Return the outcome; None if the answer was not
-        reproduced and the question is excluded.
+        If the answer has logprobs and equals the answer from the ranking of the pool, the question is sent only once. Return the
+        outcome; None if the answer was not reproduced and the question is excluded.
         """
         first, before, attempts = await self._ask_repeatedly(probing)
         if first.declined or not self._still_valid(probing):
@@ -331,12 +329,13 @@ class CanaryRunner:
         return self._pass(probing, verdict)
 
     async def _ask_repeatedly(self, probing: Probe) -> tuple[ProbeResult, CanaryAnswer | None, int]:
-        """Send a question repeatedly. Return a result, an answer to compare it with, and the number of questions sent.
+        """Send a question repeatedly. Return the first result, another answer to compare it with, and the number of attempts.
 
-        Without logprobs a near tie shows only as a difference between answers. So the question is then repeated `blind_repeats`
-        times, or until an answer differs. If the worker does not answer, return that result, and None as the other answer.
+        With logprobs, at most two attempts are made. Without logprobs a near tie shows only as a difference between answers, so
+        the question is sent `blind_repeats` times in all, or until an answer differs. If an attempt gets no answer, the first
+        value returned is the result of that attempt, and the second is None.
         """
-        first = await self._ask_once(probing, probing.canary, probing.check)
+        first = await self._ask_once(probing)
         if first.answer is None:
             return first, None, 1
         before, attempts = probing.canary_set.answer_before(probing.canary, first.answer), 1
@@ -344,7 +343,7 @@ class CanaryRunner:
         while attempts < repeats and (
             before is None or (repeats > 2 and before.tokens == first.answer.tokens)
         ):
-            again = await self._ask_once(probing, probing.canary, "confirm")
+            again = await self._ask_once(probing, again=True)
             attempts += 1
             if again.answer is None:
                 return again, None, attempts
@@ -359,7 +358,7 @@ class CanaryRunner:
         return canary_set.note_flip(fleet, probing.canary, position, probing.name)
 
     async def probe_unmarked(self, worker: Worker) -> None:
-        """Send a worker unmarked questions, and record whether its answers were right, unless there is no conclusion."""
+        """Send a worker unmarked questions. If a conclusion is possible, record whether the worker's answers were right."""
         found = await self.unmarked.examine(worker, await self._canary_set(worker.joined))
         if found is None or not self._still_valid(found.probing):
             return
@@ -372,7 +371,7 @@ class CanaryRunner:
     # --- recording ----------------------------------------------------------------------------------------
 
     def _still_valid(self, probing: Probe) -> bool:
-        """Whether this probe may still be recorded: this controller leads, and the probed instance is alive."""
+        """Whether the outcome of this probe may still be recorded: this controller leads, and the probed instance is alive."""
         fleet, _ = self._look()
         lives = fleet.living(probing.name, probing.worker.joined.instance) is not None
         return lives and self._tools.leading()
@@ -391,7 +390,7 @@ class CanaryRunner:
         # time in a queue does not make a worker slow
         latency = verdict.first.latency_ms - verdict.first.waited_ms
         instance, load = probing.worker.joined.instance, self._tools.running(probing.name)
-        usual = probing.canary_set.usual(probing.name, instance, tokens, latency, load)
+        usual = probing.canary_set.slow_baseline(probing.name, instance, tokens, latency, load)
         self._journal.observe(probing.probed.passed(verdict, usual))
         return "passed"
 
@@ -407,5 +406,5 @@ class CanaryRunner:
         )
         self._journal.observe(fact)
         if isinstance(fact, CanaryFailed) and fact.confirmed:
-            self.sampling.accuse(probing.name, probing.worker.joined.instance)
+            self.sampling.note_wrong_answer(probing.name, probing.worker.joined.instance)
         return "failed"

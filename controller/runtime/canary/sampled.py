@@ -2,10 +2,10 @@
 
 A sampled canary is the prompt of a canary, sent with a temperature above 0. The canary's greedy golden gives the probability of
 each token at each position, as long as the answer equals the golden. The first differing token has a p-value: the probability
-that a correct sampler draws a token there that is at most as likely. Later tokens are not judged.
+that a correct sampler draws, at this position, any token that is at most as likely. Later tokens are not judged.
 
 One small p-value can be chance. So the canary is repeated with another seed, and the p-values are combined (Fisher's method).
-Every simplification makes p-values larger, which favors the worker: see `surprise`.
+Every simplification makes p-values larger, which favours the worker: see `surprise`.
 """
 
 import math
@@ -46,11 +46,13 @@ def surprise(
     drawn: SamplingParameters,
     tolerance: float,
 ) -> float:
-    """Return the p-value of the answer `got`, of which `expected` and `golden` are the golden's tokens and logprobs.
+    """Return the p-value of `got`: the probability that a correct sampler gives an answer at least as unlikely.
 
-    1.0 if no token differs, or if the golden has no logprobs at the first differing position. Any position can be the first to
-    differ. So the p-value at position i (from 0) is multiplied by (i + 1)(i + 2). The inverses of these factors sum up to 1, so
-    the result is a valid p-value of the whole answer.
+    `expected` and `golden` are the tokens and the top logprobs of the golden. `drawn` has the parameters of the sampler.
+
+    1.0 if no token differs, or if the golden has fewer than two logprobs at the first differing position. If position i (from 0)
+    is the first that differs, the p-value of its token is multiplied by (i + 1)(i + 2). The factor is needed because any position
+    can be the first to differ. The inverses of these factors sum up to 1, so the result is a valid p-value of the whole answer.
     """
     for place, (right, token) in enumerate(zip(expected, got, strict=False)):
         if right == token:
@@ -65,9 +67,10 @@ def surprise(
 def _tail(top: TopK, token: int, drawn: SamplingParameters, tolerance: float) -> float:
     """Return an upper bound of the probability that a correct sampler draws a token that is at most as likely as `token`.
 
-    `top` lists the golden's best tokens with their logprobs. A token that is not listed is less likely than the last listed
-    token, which at temperatures up to 1 bounds the total weight of the unlisted tokens. Top-p and top-k make the tokens that they
-    keep likelier, at most by the inverse of the share kept. Each logprob may be wrong by `tolerance`.
+    `top` lists the golden's best tokens with their logprobs. Each unlisted token is at most as likely as the last listed one. At
+    temperatures up to 1, this gives an upper bound of the total weight of the unlisted tokens. Top-p and top-k exclude tokens.
+    This makes each remaining token likelier, by a factor of at most 1 divided by the total probability of the remaining tokens.
+    Each logprob may be wrong by `tolerance`.
     """
     power = 1 / drawn.temperature
     listed = sorted(top, key=lambda pair: -pair[1])
@@ -95,10 +98,11 @@ def combined(surprises: Sequence[float]) -> float:
 
 
 def differ_by_chance(unlikely: int, tokens: int, peers_unlikely: int, peers_tokens: int) -> float:
-    """Return an upper bound (Chernoff) of the probability that a worker has this many unlikely tokens by chance.
+    """Return an upper bound (Chernoff) of the probability that chance explains a worker's number of unlikely tokens.
 
-    The bound assumes that a token is unlikely with the probability that it has on the peers. Unlikely tokens occur in clusters,
-    within one request, so CLUSTER tokens count as one independent observation.
+    `unlikely` of the worker's `tokens` tokens are unlikely, and `peers_unlikely` of the `peers_tokens` tokens of its peers. The
+    bound assumes that a correct worker has unlikely tokens as often as its peers. Unlikely tokens occur in clusters within
+    one request, so CLUSTER tokens count as one independent observation.
     """
     share = unlikely / tokens if tokens else 0.0
     usual = (peers_unlikely + CLUSTER) / (peers_tokens + CLUSTER)
@@ -123,9 +127,9 @@ REQUESTS_MIN = 20  # requests with known sampling parameters needed to determine
 class UserTokens:
     """Collects the frontends' reports about users' requests (`RequestsServed`): sampling parameters and unlikely tokens.
 
-    Only requests for which clients wanted logprobs are counted, because asking for more would change what engines compute. If a
-    worker's share of unlikely tokens is larger than its peers' share, this does not prove a fault. The worker then gets a sampled
-    canary at once, which can prove a fault.
+    Only requests for which clients wanted logprobs are counted, because requesting logprobs for other requests would change what
+    engines compute. If a worker's share of unlikely tokens is larger than its peers' share, this does not prove a fault. The
+    worker then gets a sampled canary at once, which can prove a fault.
     """
 
     _weighed: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)  # by worker: (tokens, unlikely)
@@ -144,7 +148,7 @@ class UserTokens:
         self._weighed.pop(worker, None)
 
     @property
-    def usual(self) -> SamplingParameters | None:
+    def common_parameters(self) -> SamplingParameters | None:
         """The most frequent parameters of users' recent requests at a temperature above 0.
 
         None while fewer than REQUESTS_MIN such requests are known.
@@ -159,9 +163,13 @@ class UserTokens:
     def compare(self, worker: str, peers: Iterable[str]) -> tuple[int, int, float, float]:
         """Compare a worker's share of unlikely tokens with its peers' share.
 
-        Return the worker's tokens with logprobs, the unlikely tokens among them, the peers' share of unlikely tokens, and an
-        upper bound of the probability that the difference is chance. This probability is 1.0 if fewer than TOKENS_MIN tokens are
-        known.
+        Return four numbers:
+
+        - how many tokens of the worker have logprobs;
+        - how many of these are unlikely;
+        - the peers' share of unlikely tokens;
+        - an upper bound of the probability that the difference is chance. It is 1.0 if the worker or its peers have fewer than
+          TOKENS_MIN tokens with logprobs.
         """
         tokens, unlikely = self._sum((worker,))
         others, unlikely_others = self._sum(peers)

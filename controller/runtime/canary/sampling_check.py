@@ -3,8 +3,9 @@
 Greedy canaries cannot detect a broken sampler, because engines do not use the sampler at temperature 0. A sampled answer is
 compared with the greedy golden of the same prompt. The module `sampled` has the statistics.
 
-- The first question has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, so an answer that
-  was once judged ordinary needs no further check. If the same seed gives another answer, no seed is sent any more.
+- A check begins with a question that has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, so
+  an answer that was once judged ordinary needs no further check. If the same seed gives two different ordinary answers, later
+  checks begin without a seed.
 - After an unlikely answer the canary is repeated with other seeds, until the probability of chance is below `sampled_chance` or
   chance explains the answers.
 - A sampled canary convicts a worker only if the comparison can be trusted: the golden is agreed, and more workers of the model
@@ -42,19 +43,22 @@ USERS_AGAIN_S = 600.0  # time before a worker's share of unlikely tokens is repo
 log = structlog.get_logger(__name__)
 
 Ask = Callable[[Sampling, ExpectedAnswer | None, bool], Awaitable[ProbeResult]]
-"""Probes the worker. Arguments: how to sample, the answer to compare with during arrival, whether it is a repetition."""
+"""Sends one question. Arguments: sampling settings, the golden to compare with on arrival, whether this is a repetition."""
 
 
 @dataclass(slots=True)
 class KnownAnswers:
-    """The ordinary answer to one question with the fixed seed, and whether engines reproduce it."""
+    """The known answer to one question that is sampled with a fixed seed, and whether engines reproduce that answer.
+
+    Only an ordinary answer is stored: one that is not unlikely for a correct sampler.
+    """
 
     answers: list[tuple[int, ...]] = field(default_factory=list)  # at most one
     reproduced: bool = True  # false once the same seed has given two ordinary answers
 
 
 class SamplingCheck:
-    """Sends and judges sampled canaries, and tracks which workers recently gave ordinary answers."""
+    """Sends and judges sampled canaries; tracks whether each worker's last sampled answer was ordinary or unlikely."""
 
     def __init__(
         self, look: Callable[[], tuple[Fleet, int]], tools: ProberDependencies, settings: CanarySettings
@@ -66,9 +70,8 @@ class SamplingCheck:
         self._settings = settings
         self._users = UserTokens()
         self._ordinary: dict[tuple[str, str], bool] = {}  # by worker, instance: last answer ordinary
-        self._accused_at: dict[
-            tuple[str, str], float
-        ] = {}  # the same: time of its last reported wrong answer
+        # by worker, instance: time of its last reported wrong answer
+        self._accused_at: dict[tuple[str, str], float] = {}
         self._known: dict[str, KnownAnswers] = {}  # by canary key, question and parameters
         self._reported_at: dict[str, float] = {}  # by worker: monotonic time of the last report
         self.wanted: set[str] = set()  # workers to probe next, because they sent users unlikely tokens
@@ -76,7 +79,10 @@ class SamplingCheck:
     # --- when ---------------------------------------------------------------------------------------------
 
     def due(self, since: int, worker: Worker) -> bool:
-        """Return whether a worker's next canary is a sampled one, after `since` greedy canaries."""
+        """Return whether a worker's next canary is to be a sampled one.
+
+        `since` is the number of greedy canaries since the worker's last sampled one.
+        """
         every = self._settings.sampled_every
         if not every:
             return False
@@ -86,13 +92,13 @@ class SamplingCheck:
 
     @property
     def parameters(self) -> SamplingParameters:
-        """The parameters of the next sampled canary: users' most frequent ones, or the settings' while these are unknown."""
+        """The parameters of the next sampled canary: those that users send most often, or the configured ones if unknown."""
         s = self._settings
         own = SamplingParameters(s.sampled_temperature, s.sampled_top_p, s.sampled_top_k)
-        usual = self._users.usual if s.sampled_as_users else None
+        usual = self._users.common_parameters if s.sampled_as_users else None
         return (usual or own).bounded
 
-    def hear(self, fact: Fact) -> None:
+    def receive(self, fact: Fact) -> None:
         """Process a fact from the journal: a frontend's report about users' tokens, or the outcome of a sampled canary."""
         if isinstance(fact, RequestsServed):
             self._users.add(fact)
@@ -115,7 +121,7 @@ class SamplingCheck:
     def _compare(self, name: str) -> None:
         """Compare a worker's share of unlikely tokens with its peers' share.
 
-        If the difference is hardly chance, record TokensUnlikely and have the worker's sampler checked next.
+        If the difference is unlikely to be chance, record TokensUnlikely, and send the worker a sampled canary next.
         """
         worker = self._look()[0].workers.get(name)
         now = self._clock.monotonic()
@@ -159,7 +165,9 @@ class SamplingCheck:
     ) -> Verdict:
         """Send a sampled canary, and repeat it until its answers are clearly ordinary or clearly unlikely.
 
-        The verdict's `confirmed` is true if a correct sampler gives such answers with a probability below `sampled_chance`.
+        `drawn` has the sampling parameters. The callback `ask` sends the question once, with the sampling settings, the golden to
+        compare with while reading, and whether this is a repetition. The verdict's `confirmed` is true if a correct sampler gives
+        such answers with a probability below `sampled_chance`.
         """
         known = self._known.setdefault(f"{golden.canary_key}|{canary.id}|{drawn.name}", KnownAnswers())
         first = await ask(self._sampling(canary, drawn, SEED if known.reproduced else None), None, False)
@@ -201,7 +209,10 @@ class SamplingCheck:
         return surprise(golden.top_k, golden.tokens, asked.answer.tokens, drawn, tolerance)
 
     def _learn(self, known: KnownAnswers, tokens: tuple[int, ...]) -> None:
-        """Store an ordinary answer to the fixed seed. If another one is stored already, note that seeds are not reproduced."""
+        """Store an ordinary answer to the fixed seed.
+
+        If a different answer is already stored, record that engines do not reproduce seeded draws.
+        """
         if not known.reproduced or not tokens or tokens in known.answers:
             return
         if known.answers:
@@ -221,10 +232,11 @@ class SamplingCheck:
 
     # --- conviction ---------------------------------------------------------------------------------------
 
-    def accuse(self, worker: str, instance: str) -> None:
+    def note_wrong_answer(self, worker: str, instance: str) -> None:
         """Record that a wrong answer of this worker was just reported.
 
-        For ACCUSED_S, while the decision on the report may not be folded yet, `may_convict` does not count the worker as serving.
+        The decision that takes the worker out of service follows later. So for ACCUSED_S from now, `may_convict` already counts
+        the worker as out of service.
         """
         self._accused_at[worker, instance] = self._clock.monotonic()
 
@@ -233,7 +245,7 @@ class SamplingCheck:
         return at is not None and self._clock.monotonic() - at < ACCUSED_S
 
     def may_convict(self, worker: Worker) -> bool:
-        """Return whether an unlikely sampled answer may convict this worker."""
+        """Record that this worker's last sampled answer was unlikely, and return whether that answer may convict the worker."""
         joined = worker.joined
         self._ordinary[joined.worker, joined.instance] = False
         # already out of service; greedy canaries alone must not acquit the worker
@@ -252,7 +264,7 @@ class SamplingCheck:
         return bool(serving) and seen.count(True) >= seen.count(False) + 1
 
     def report(self, worker: Worker, canary: str, verdict: Verdict) -> None:
-        """Record that a worker's sampler is in doubt without a conviction."""
+        """Record TokensUnlikely: a worker's sampler is in doubt, but the worker is not convicted."""
         log.warning("tokens_unlikely", worker=worker.joined.worker, canary=canary)
         self._tools.journal.observe(
             TokensUnlikely(

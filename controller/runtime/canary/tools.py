@@ -7,31 +7,28 @@ from typing import Protocol
 
 from controller.ports import Clock, Prober
 from controller.runtime.canary.goldens import Vocabulary
-from events.journal.port import Journal
+from events.journal.port import JournalReports
 from events.observations import CheckType
 
 
 class CanaryMeter(Protocol):
     """Records the metrics of the canaries that are sent."""
 
-    def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
+    def count_probe(self, worker: str, check_type: CheckType, seconds: float) -> None:
         """Record that one question was sent to a worker and took `seconds`."""
-        ...
 
     def spent(self, worker: str, gpu_seconds: float) -> None:
         """Add the GPU time that a canary used on a worker."""
-        ...
 
     def late(self, seconds: float) -> None:
         """Record by how many seconds a probe started later than scheduled."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProberDependencies:
     """The dependencies of the canary loop, passed as one object."""
 
-    journal: Journal
+    journal: JournalReports
     prober: Prober
     clock: Clock
     meter: CanaryMeter

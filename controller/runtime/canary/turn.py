@@ -1,4 +1,4 @@
-"""The data of one probe, the facts of its verdict, and a worker's position in its round of canaries."""
+"""The data of one probe, the facts about its verdict, and a worker's turn in the round robin."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ NO_REASON: CanaryReason = "no_response"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The fields that all facts about a probe share: worker, canary, time, and the last decision before it was sent."""
+    """The fields that all facts about a probe share: worker, canary, time, and the last decision before the probe was sent."""
 
     worker: str
     instance: str
@@ -44,7 +44,10 @@ class Probed:
         return {**asdict(self), "latency_ms": latency_ms, "attempts": verdict.attempts}
 
     def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
-        """Return the fact of a right answer: CanaryPassed, or CanarySlow if a baseline that the latency exceeded is given."""
+        """Return the fact of a right answer: CanarySlow if `baseline_ms` is given, else CanaryPassed.
+
+        `baseline_ms` is given only if the latency was too long compared with this baseline.
+        """
         distance = verdict.worst.distance or 0.0
         if baseline_ms is None:
             return CanaryPassed(**self._common(verdict), distance=distance)
@@ -55,8 +58,8 @@ class Probed:
     ) -> CanaryFailed | GoldenDisputed:
         """Return the fact of a wrong or missing answer.
 
-        It is CanaryFailed, except if a confirmed wrong answer puts the golden in doubt rather than the worker. Then it is
-        GoldenDisputed: the golden is another worker's provisional one, or a configured one that is `contested`.
+        The fact is GoldenDisputed if a confirmed wrong answer puts the golden in doubt rather than the worker. This is the case
+        for another worker's provisional golden, and for a `contested` configured golden. Otherwise the fact is CanaryFailed.
         """
         answer, reason = verdict.first.answer, verdict.worst.reason or verdict.first.failure or NO_REASON
         wrong = reason in ("token_mismatch", "logit_drift")
@@ -128,7 +131,7 @@ class CanaryTurn:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The data of one probe of one worker, which does not change during the probe."""
+    """The immutable data of one probe of one worker."""
 
     worker: Worker
     canary_set: CanarySet
@@ -137,6 +140,7 @@ class Probe:
     probed: Probed
     deadline: Deadline
     rank: int = 0  # the DP rank that is probed
+    marked: bool = True  # whether the request is marked as a canary, so that the worker knows it
 
     @property
     def name(self) -> str:
@@ -144,7 +148,7 @@ class Probe:
 
 
 def golden_of(proposal: GoldenProposed) -> Golden:
-    """Return the golden that a proposal becomes when it is folded."""
+    """Return the golden that a proposal becomes in the fleet state."""
     return Golden(
         canary_key=proposal.canary_key,
         canary=proposal.canary,

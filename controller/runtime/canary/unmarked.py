@@ -2,25 +2,24 @@
 
 The worker gets fresh questions that look like a user's requests:
 
-    a fresh question ──▶ the worker, as a user's request ──▶ a peer, marked as a canary (the worker itself if it has none)
-        same answer ──▶ passed
-        another answer ──▶ the question is also sent to the worker and its other peers, marked
-            most agree with the user's answer, or there is no majority ──▶ nothing is recorded
-            most contradict the user's answer ──▶ another fresh question; the second such answer confirms it
+    a fresh question ──▶ the worker, as a user's request ──▶ a peer, marked as a canary (or the worker, without peers)
+        the two answers agree ──▶ passed
+        the two answers differ ──▶ the question is also sent, marked, to the worker and to its other peers
+            most marked answers agree with the unmarked one, or have no majority ──▶ nothing is recorded
+            most marked answers contradict the unmarked one ──▶ another fresh question; a second contradiction confirms the fault
 
 A compromised worker can answer marked canaries correctly and users wrongly. It cannot recognize a fresh question, so each fresh
-question is sent to the worker once without a mark. The marked answers can be trusted, because goldens check the workers that give
-them continuously.
+question is sent to the worker once without a mark. The marked answers can be trusted, because every worker that gives a marked
+answer is continuously checked by goldens.
 
 The questions do not replace canaries, and are sent at their own random times, so that a worker cannot recognize them by their
-timing. A missing or late answer is no evidence, because the question may have waited behind users' requests.
+timing. A missing or late answer is no evidence, because a question can wait behind users' requests.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import structlog
 
@@ -28,14 +27,7 @@ from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
 from controller.deciders.votes import Vote, camps
 from controller.runtime.canary.canary_set import CanarySet
-from controller.runtime.canary.goldens import (
-    Canary,
-    CanaryAnswer,
-    ExpectedAnswer,
-    GoldenDifference,
-    Vocabulary,
-    compare,
-)
+from controller.runtime.canary.goldens import Canary, CanaryAnswer, GoldenDifference, Vocabulary, compare
 from controller.runtime.canary.probe import ProbeResult, Verdict
 from controller.runtime.canary.sampling_check import CONVICTED_EVERY
 from controller.runtime.canary.tools import ProberDependencies
@@ -106,27 +98,14 @@ VOTERS_MIN = 2  # marked answers that must agree for a majority, if the worker h
 log = structlog.get_logger(__name__)
 
 
-class Ask(Protocol):
-    """Sends the probed worker one question, and measures the latency and the cost."""
-
-    async def __call__(
-        self,
-        probing: Probe,
-        canary: Canary,
-        check: CheckType,
-        expected: ExpectedAnswer | None = None,
-        sampling: Sampling | None = None,
-        *,
-        marked: bool = True,
-    ) -> ProbeResult: ...
-
-
+Ask = Callable[[Probe, Sampling], Awaitable[ProbeResult]]
+"""Sends a probe's question to its worker with these sampling settings. Measures the latency and the GPU time."""
 Begin = Callable[[Worker, CanarySet, Canary, CheckType, int], Probe]
 
 
 @dataclass(frozen=True, slots=True)
 class UserAnswer:
-    """A worker's answer to an unmarked question, and the right answer if it differs."""
+    """A worker's answer to an unmarked question, and the right answer if the two differ."""
 
     result: ProbeResult
     # the majority of the marked answers; None: the worker's answer is right
@@ -144,7 +123,7 @@ class Examination:
 
 @dataclass(eq=False)
 class UnmarkedCheck:
-    """Sends workers unmarked questions, and compares the answers with those to the same questions as canaries."""
+    """Sends workers unmarked questions, and compares the answers with marked answers to the same questions."""
 
     look: Callable[[], Fleet]
     tools: ProberDependencies
@@ -169,7 +148,8 @@ class UnmarkedCheck:
     def due(self, worker: Worker) -> bool:
         """Return whether to send a worker an unmarked question now: at random, in one of `unmarked_every` calls.
 
-        A convicted worker gets more of them. Draining and joining workers get none, nor do engines with inexact answers.
+        Convicted workers get unmarked questions more often. Draining workers and joining workers get none. Workers that
+        registered without `exact` get none either, because even correct answers of such workers vary.
         """
         every, health = self.settings.unmarked_every, worker.health
         if not every or not worker.joined.exact or health.joining or health.status is HealthStatus.DRAINING:
@@ -177,11 +157,12 @@ class UnmarkedCheck:
         return self._draw.random() * (min(every, CONVICTED_EVERY) if health.convicted else every) < 1
 
     async def examine(self, worker: Worker, canary_set: CanarySet) -> Examination | None:
-        """Send unmarked questions to a worker until it has given one right answer or two wrong ones.
+        """Send a worker unmarked questions, and return the conclusion; None if no conclusion is possible.
 
-        Return the conclusion; None if there is none. An unconfirmed wrong answer is kept, so that one more wrong answer in the
-        next examination confirms it. Otherwise a compromised worker could evade conviction by answering correctly for a while
-        after each wrong answer.
+        A right first answer ends the examination. After a wrong answer, more questions follow, at most `max_retries` + 1 in all,
+        until a second wrong answer confirms the first. An unconfirmed wrong answer is kept for the next examination. A wrong
+        answer in that examination confirms the kept one, and a right first answer drops it. If no wrong answer were kept, a
+        compromised worker could evade conviction by answering correctly for the rest of each examination.
         """
         known = [golden for golden in canary_set.goldens(self.look()) if golden.status != "retired"]
         if not known:
@@ -218,9 +199,10 @@ class UnmarkedCheck:
         return Examination(probing, verdict, Golden(key, id, status="agreed", tokens=first.right.tokens))
 
     async def _ask_unmarked(self, worker: Worker, canary_set: CanarySet, rank: int) -> UserAnswer | None:
-        """Send a worker one fresh question without a mark, and compare the answer with marked answers to the same question.
+        """Send a worker a fresh question as a user's request, and compare the answer with marked answers to the same question.
 
-        None if no conclusion is possible: no answer, or no majority of the marked answers.
+        None if no conclusion is possible: the worker's context is too short for the question, the worker does not answer, or
+        the marked answers have no majority.
         """
         joined = worker.joined
         question = fresh_question(self._draw, canary_set.vocabulary, self.settings.tokens)
@@ -228,7 +210,7 @@ class UnmarkedCheck:
             return None
         plain = Sampling(max_tokens=question.max_tokens)
         probing = self.begin(worker, canary_set, question, "scheduled", rank)
-        result = await self.ask(probing, question, "scheduled", None, plain, marked=False)
+        result = await self.ask(replace(probing, marked=False), plain)
         if result.answer is None:
             return None
         peers = self._peers(worker)
@@ -248,14 +230,14 @@ class UnmarkedCheck:
     ) -> list[CanaryAnswer | None]:
         """Send these workers a question marked as a canary, and return their answers in the same order.
 
-        A missing answer is None. An answer without logprobs counts as missing, because without logprobs a near tie cannot be
-        told from a wrong answer.
+        A missing answer is None. An answer counts as missing if it has no logprobs, or a logprob that is not finite. Without
+        logprobs a near tie cannot be told from a wrong answer.
         """
         sampling = Sampling(max_tokens=question.max_tokens, logprobs=self.settings.top_k)
 
         async def ask(worker: Worker) -> CanaryAnswer | None:
             probing = self.begin(worker, canary_set, question, "confirm", 0)
-            result = await self.ask(probing, question, "confirm", None, sampling)
+            result = await self.ask(probing, sampling)
             answer = result.answer
             return answer if answer is not None and answer.top_k and answer.finite else None
 
@@ -277,9 +259,10 @@ class UnmarkedCheck:
     def _majority(
         self, canary_set: CanarySet, answers: Sequence[CanaryAnswer], *, alone: bool
     ) -> CanaryAnswer | None:
-        """Return the answer that the largest group of workers gave; None if two groups are largest or the largest is too small.
+        """Return the answer of the largest group of equal answers.
 
-        `alone` means that the worker has no peers, so that its own marked answer decides.
+        None if another group is as large, or if the group has fewer than VOTERS_MIN answers. If the worker is `alone`, that is,
+        without peers, return its own marked answer.
         """
         if alone:
             return answers[0] if answers else None
@@ -290,7 +273,10 @@ class UnmarkedCheck:
         return answers[int(found[0][0].worker)]
 
     def _contradicts(self, canary_set: CanarySet, answer: CanaryAnswer, right: CanaryAnswer) -> bool:
-        """Return whether two answers differ, other than by a near tie. Only as many tokens as both have are compared."""
+        """Return whether two answers differ, other than by a near tie.
+
+        Tokens that only the longer answer has are not compared.
+        """
         length = min(len(answer.tokens), len(right.tokens))
         found = compare(
             answer.begin(length),

@@ -1,1 +1,1 @@
-"""The projector: projects journal events to rows, each event exactly once."""
+"""The projector: writes journal events to the state store, each event exactly once."""

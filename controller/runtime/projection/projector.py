@@ -12,12 +12,11 @@ of an unknown kind. The projector checks for lost rows before each start and eve
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from controller.deciders.fleet import Fleet
 from controller.metric_table import MetricTable, counter, gauge, histogram
@@ -52,15 +51,9 @@ class ProjectorMetrics(MetricTable):
         "Times the projector restarted from the store's position, after a failure or another projector",
     )
     skipped = counter(
-        "holdfast_journal_skipped",
-        "Invalid messages on the journal that this process has skipped",
+        "holdfast_journal_skipped", "Invalid messages on the journal that this process has skipped"
     )
     batch = histogram("holdfast_projector_batch_events", "Events per transaction", bounds=BATCHES)
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        """Register with the process's registry."""
-        super().__init__(registry)
-        self.registry = registry
 
     def written(self, seq: int, events: int) -> None:
         """Record a committed transaction of `events` events that ends with stream sequence `seq`."""
@@ -78,12 +71,7 @@ WAIT_MIN_S = 0.05  # first wait after a failure; doubles with each further failu
 WAIT_MAX_S = 2.0
 YIELD_S = 1.0  # pause after which another projector should have proceeded
 
-Step = Callable[[str], Awaitable[None]]
 log = structlog.get_logger()
-
-
-async def _no_step(name: str) -> None:
-    """Do nothing. Tests pass another function, with which they interrupt the projector between two steps."""
 
 
 @dataclass
@@ -113,7 +101,6 @@ class Projector:
     journal: Journal
     store: StateStore
     _: KW_ONLY
-    step: Step = _no_step
     written: Callable[[int, int], None] = lambda seq, events: None
     look_every_s: float = LOOK_EVERY_S
 
@@ -132,9 +119,8 @@ class Projector:
                 await self.catch_up(None)
             except StoreForbidden:
                 raise
-            except (
-                StoreRefused
-            ) as error:  # a table was lost, because all tables existed when this process started
+            # a table was lost, because all tables existed when this process started
+            except StoreRefused as error:
                 raise StoreLost(
                     f"tables are missing: {error.__cause__ or error}. {StoreLost.__doc__}"
                 ) from error
@@ -149,9 +135,9 @@ class Projector:
             self.progress.restarts += 1
 
     async def catch_up(self, until: int | None) -> None:
-        """Project all events up to stream sequence `until`, and return. If `until` is None, follow the journal without end.
+        """Project all events up to stream sequence `until`. If `until` is None, follow the journal without end.
 
-        Every failure is raised.
+        Failures are raised, not retried.
         """
         position = await self._begin()
         if until is not None and position.seq >= until:
@@ -166,7 +152,6 @@ class Projector:
 
     async def _begin(self) -> ReadPosition:
         """Read the store's position, and check that the store has folded this stream and has lost no rows."""
-        await self.step("begin")
         async with asyncio.timeout(CHECK_S):
             position = await self.store.position()
             await refuse_foreign_stream(self.journal, position)
@@ -183,13 +168,12 @@ class Projector:
                 await refuse_lost_rows(self.journal, self.store)
 
     async def _from_snapshot(self, position: ReadPosition) -> Order[Fleet]:
-        """Return the fold to continue from: the store's snapshot, or a snapshot on the journal.
+        """Return the fleet state to continue from: the store's snapshot, or a snapshot on the journal.
 
-        The journal's snapshot is used if the journal has dropped the next event after the store's. Raise StoreLost if the journal
-        has dropped events that the store has not projected.
+        A snapshot on the journal is used if the journal has dropped the event after the store's snapshot. Raise StoreLost if
+        the journal has dropped events that the store has not projected.
         """
         snapshot = await self.store.load()
-        await self.step("loaded")
         order = order_from(snapshot if snapshot is not None and _reach(snapshot) <= position.seq else None)
         first = await self.journal.first_seq()
         if first <= order.last_seq + 1:
@@ -209,14 +193,12 @@ class Projector:
         journal, after = self.journal, order.position.through
         enough = 1 if until is None else GATHER_HISTORY
         async for batch in journal.read(after) if until is None else history(journal, after, until):
-            await self.step("read")
             while len(gathered.events) >= GATHER_MAX:
                 gathered.taken.clear()
                 await gathered.taken.wait()
             for event in batch:
                 order.take(event)
             gathered.events.extend(e for e in batch if e.seq > position.seq)
-            await self.step("folded")
             if len(gathered.events) >= enough:
                 gathered.grown.set()
         gathered.grown.set()
@@ -230,11 +212,9 @@ class Projector:
             events, gathered.events = gathered.events, []
             gathered.taken.set()
             shown, settled = order.shown, Snapshot(order.settled, order.position, dict(order.sources))
-            await self.step("writing")
             async with asyncio.timeout(WRITE_S):
                 await self.store.project(events, shown, settled, after)
             after = events[-1].seq
-            await self.step("written")
             self._count(events)
             if until is not None and events[-1].seq >= until:
                 return
@@ -252,13 +232,15 @@ def _reach(snapshot: Snapshot) -> int:
 
 
 async def _run_all(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all coroutines until one fails or all have ended. The first failure cancels the others and is raised.
+    """Run all coroutines until one fails or all have ended. A failure cancels the others and is raised.
 
-    If several fail, a failure that a retry cannot fix is raised in preference to one that a retry can fix.
+    If several fail, a failure that a retry cannot fix takes precedence. Among equal failures, that of the first coroutine is
+    raised.
 
-    An asyncio TaskGroup is not used, for two reasons, in Python 3.11. If a group is cancelled at the moment in which one of its
-    tasks fails, it raises only the failure, so that a caller that retries is never cancelled. And a group that fails while it
-    waits leaves its caller marked as cancelled, so the caller cannot distinguish a failure from a cancellation.
+    An asyncio TaskGroup is not used, because of two defects in Python 3.11. If a group is cancelled at the moment in which one of
+    its tasks fails, it raises only the failure. A caller that retries after a failure would then miss its own cancellation. And
+    a group that fails while it waits leaves its caller marked as cancelled, so the caller cannot distinguish a failure from a
+    cancellation.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -277,7 +259,10 @@ READ_MAX = 1_000  # number of journal events to check, at the start and at the e
 
 
 async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
-    """Raise StoreLost if the store lacks rows that it must have. Raise StoreUnavailable or JournalUnavailable."""
+    """Raise StoreLost if the store lacks rows that it must have.
+
+    Raise StoreUnavailable or JournalUnavailable if the store or the journal does not answer.
+    """
     position, look = await store.position(), await store.look()
     lost = list(look.lost)
     last = max(look.last, position.seq - READ_MAX)
@@ -291,7 +276,7 @@ async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
 
 
 async def _lacks(journal: Journal, store: StateStore, after: int, until: int) -> bool:
-    """Return whether the store lacks any event after `after` up to `until` that it must have.
+    """Return whether an event that the store must have is missing, after `after` up to and including `until`.
 
     Events are looked up by id, because an event that was published twice is stored under its first sequence.
     """

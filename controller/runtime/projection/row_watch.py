@@ -1,7 +1,7 @@
-"""Checks that the rows of the state store equal this process's fold.
+"""Checks that the rows of the state store equal the fleet state that this process has folded.
 
 A view and the projector fold the same journal, so at the same position the view and the rows must be equal. A difference is a
-bug, or a manual change in the database. It is reported, and this process continues with its own fold.
+bug, or a manual change in the database. It is reported, and this process continues with its own state.
 
 The rows are nearly always slightly behind the view. So the view's last states are kept, and the rows are compared with the state
 at the rows' position. Keeping states is cheap, because successive states share their unchanged parts.
@@ -9,7 +9,7 @@ at the rows' position. Keeping states is cheap, because successive states share 
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import structlog
@@ -36,7 +36,6 @@ class RowWatch:
     store: StateStore
     _: KW_ONLY
     every_s: float = EVERY_S
-    differ: Callable[[RowDifference], None] = lambda difference: None
 
     def __post_init__(self) -> None:
         self._kept: deque[tuple[int, Fleet]] = deque(maxlen=KEPT_MAX)
@@ -55,9 +54,10 @@ class RowWatch:
                 log.debug("rows_not_compared", why=str(error))
 
     async def compare(self) -> list[RowDifference] | None:
-        """Read the rows, and return and report their differences from the view.
+        """Read the rows, and return and log their differences from the view.
 
-        None if they cannot be compared: the view has no state at exactly their position, or another deciders version wrote them.
+        None if a comparison is impossible: the view has kept no state at the rows' position, or another deciders version wrote
+        the rows.
         """
         async with asyncio.timeout(READ_S):
             reading = await self.store.read_status()
@@ -68,5 +68,4 @@ class RowWatch:
         found = await asyncio.to_thread(lambda: list(differs_from(fleet, reading.rows)))
         for difference in found:
             log.error("rows_differ_from_the_fold", seq=reading.position.seq, difference=str(difference))
-            self.differ(difference)
         return found

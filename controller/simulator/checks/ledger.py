@@ -1,12 +1,14 @@
-"""The check ledger: a second, simple fold of the journal, with which invariants compare the fleet.
+"""The check ledger: a second, simple record of the journal, with which invariants compare the fleet.
 
-The ledger shares no code with the deciders. It records the contents of each decision, so that a comparison shows if a fold
-has diverged from the decisions.
+The ledger shares no code with the deciders, and records the contents of each decision. A comparison with the ledger therefore
+shows whether a fleet state has diverged from the decisions.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
+from itertools import takewhile
 from typing import NamedTuple
 
 from controller.frontend.request import effects as do
@@ -19,6 +21,15 @@ from controller.simulator.world.traffic import SimulatedRequest
 from events import decisions as decided
 from events import observations as seen
 from events.fact import Decision, Recorded
+
+# Facts that show at most that a worker is late.
+HARMLESS = (
+    seen.WorkerSlow,
+    seen.WorkerSlowCleared,
+    seen.RequestsServed,
+    seen.WorkerHeard,
+    seen.GoldenProposed,
+)
 
 
 @dataclass(slots=True)
@@ -44,6 +55,7 @@ class LedgerEntry:
     # Device limits: sequence, device, the weight it allows. An empty device lifts all limits.
     limits: list[tuple[int, str, float]] = field(default_factory=list)
     limited_at: datetime | None = None  # when the last limit was recorded
+    serving_since: datetime | None = None  # since when the decisions have allowed it a share
     has_served: bool = False
     failed_canary: bool = False  # a canary failed by more than lateness since the last good answer
     hard: bool = False  # evidence other than lateness since the worker last entered service
@@ -54,23 +66,19 @@ class LedgerEntry:
 
         Lateness means slow answers, or timeouts while the engine still makes progress.
         """
-        if (
-            self.status in (None, decided.HealthStatus.DRAINING, decided.HealthStatus.DEAD)
-            or self.draining_until is not None
-        ):
+        resting = (None, decided.HealthStatus.DRAINING, decided.HealthStatus.DEAD)
+        if self.status in resting or self.draining_until is not None:
             return False
         return self.has_served and not (self.share or self.hard or self.failed_canary)
 
     def limit(self, through: int) -> float:
-        """Return the weight that the worker's devices allow, by the facts up to sequence `through`."""
+        """Return the lowest weight (0 to 1) to which any device limits the worker; 1.0 if no limit is in force.
+
+        Only facts up to the sequence `through` count.
+        """
         standing: dict[str, float] = {}
-        for seq, device, weight in self.limits:
-            if seq > through:
-                break
-            if device:
-                standing[device] = weight
-            else:
-                standing.clear()
+        for _, device, weight in takewhile(lambda limit: limit[0] <= through, self.limits):
+            standing = {**standing, device: weight} if device else {}
         return min(standing.values(), default=1.0)
 
     @property
@@ -81,15 +89,15 @@ class LedgerEntry:
         return max(self.weight, self.cap or 0.0)
 
     def observe(self, seq: int, fact: seen.WorkerObservation) -> None:
-        """Record a canary's result or a failed request."""
+        """Record a canary's result or a failed request, and whether the fact is evidence of more than lateness.
+
+        Lateness means slow answers, or timeouts while the engine still makes progress.
+        """
         if isinstance(fact, seen.CanaryResult):
             failed = isinstance(fact, seen.CanaryFailed) and fact.reason != "latency_spike"
             self.results.append((seq, fact.sent_under, failed))
         elif isinstance(fact, seen.RequestFailed):
             self.failures.append((seq, fact.routed_under, fact.failures_in_a_row))
-
-    def weigh(self, fact: seen.WorkerObservation) -> None:
-        """Record whether a fact is evidence against the worker other than lateness."""
         match fact:
             case seen.CanaryPassed() | seen.CanarySlow() | seen.CanaryFailed(reason="latency_spike"):
                 self.failed_canary = False
@@ -99,19 +107,11 @@ class LedgerEntry:
                 self.hard = True
             case seen.CanaryFailed():
                 self.failed_canary = True
-            case (
-                seen.WorkerSlow()
-                | seen.WorkerSlowCleared()
-                | seen.RequestsServed()
-                | seen.WorkerHeard()
-                | seen.GoldenProposed()
-            ):
-                pass
-            case _:
+            case _ if not isinstance(fact, HARMLESS):
                 self.hard = True
 
     def note_limit(self, event: Recorded, fact: seen.WorkerObservation) -> None:
-        """Record that a device limits the worker's weight, or that a resume lifted all limits."""
+        """Record a fact that sets or lifts a device's limit on the worker's weight; ignore other facts."""
         match fact:
             case seen.DeviceFaulted(weight=float() as weight, fatal=False):
                 self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", weight))
@@ -123,9 +123,11 @@ class LedgerEntry:
                 return
         self.limited_at = event.at
 
-    def decide(self, fact: decided.WorkerDecision) -> None:
-        """Record the effect of a decision."""
-        served = self.share > 0
+    def decide(self, at: datetime, fact: decided.WorkerDecision) -> None:
+        """Record what a decision changes.
+
+        A decision can change the worker's status, weight, breaker, drain or weight cap, or forget the worker.
+        """
         match fact:
             case decided.HealthChanged():
                 self.status, self.weight, self.reason = fact.after, fact.weight, fact.reason
@@ -143,47 +145,40 @@ class LedgerEntry:
                 self.cap = fact.weight
             case decided.WorkerForgotten():
                 self.forgotten = True
-        if self.share > 0 and not served:
-            self.has_served, self.hard, self.failed_canary = True, False, False
+        if not self.share:
+            self.serving_since = None
+        elif self.serving_since is None:
+            self.serving_since, self.has_served = at, True
+            self.hard = self.failed_canary = False
 
 
 @dataclass(slots=True)
 class CheckLedger:
-    """The ledger's entry for each worker, and its records of models, incidents and proposals."""
+    """An independent record of the journal.
+
+    It holds one entry per worker, all health decisions, degradation levels, open incidents, and observations of workers.
+    """
 
     number: int = 0
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
-    dead: set[str] = field(default_factory=set)  # instances
+    # By instance: sequence and health of each decision.
+    verdicts: dict[str, list[tuple[int, decided.HealthStatus]]] = field(default_factory=dict)
     levels: Counter[str] = field(default_factory=Counter)  # by model, as last decided
+    worst_levels: Counter[str] = field(default_factory=Counter)  # by model
     level_since: dict[str, datetime] = field(default_factory=dict)
     incidents: dict[str, datetime] = field(default_factory=dict)
-    observed: dict[str, tuple[int, seen.WorkerObservation]] = field(
-        default_factory=dict
-    )  # id: sequence, fact
-    numbers: dict[str, int] = field(default_factory=dict)  # number of each source's last fact
-    # By model: end of the last minute for which traffic was reported.
-    reported_until: dict[str, datetime] = field(default_factory=dict)
-    # By model: sequence and number.
-    scales_set: dict[str, list[tuple[int, int | None]]] = field(default_factory=dict)
-    proposals: dict[str, list[Recorded]] = field(default_factory=dict)  # by model
+    # By id: sequence and fact.
+    observed: dict[str, tuple[int, seen.WorkerObservation]] = field(default_factory=dict)
 
     def write(self, event: Recorded) -> None:
         """Record one event of the journal."""
-        fact, news = event.fact, self._is_news(event)
-        match fact:
-            case Decision():
-                self.number = fact.number
-                self._decide(fact)
-            case seen.WorkerObservation():
-                self.observed.setdefault(event.id, (event.seq, fact))
-                self._observe(event, fact, news)
-            case seen.TrafficReported():
-                end = fact.minute + timedelta(minutes=1)
-                self.reported_until[fact.model] = max(end, self.reported_until.get(fact.model, end))
-            case seen.ScaleSet():
-                self.scales_set.setdefault(fact.model, []).append((event.seq, fact.workers))
-            case seen.ScaleProposed():
-                self.proposals.setdefault(fact.model, []).append(event)
+        fact = event.fact
+        if isinstance(fact, Decision):
+            self.number = fact.number
+            self._decide(event, fact)
+        elif isinstance(fact, seen.WorkerObservation):
+            self._observe(event, fact, news=event.id not in self.observed)
+            self.observed.setdefault(event.id, (event.seq, fact))
 
     def of(self, worker: str, instance: str) -> LedgerEntry | None:
         """Return the worker's entry if it is about this instance; None otherwise."""
@@ -191,42 +186,39 @@ class CheckLedger:
         return entry if entry is not None and entry.instance == instance else None
 
     def observation(self, id: str) -> tuple[int, seen.WorkerObservation | None]:
-        """Return the sequence and the fact of the first observation with this id, or (0, None)."""
+        """Return the sequence and the fact of the first observation with this id; (0, None) if there is none."""
         return self.observed.get(id, (0, None))
 
-    def _is_news(self, event: Recorded) -> bool:
-        """Return whether an event is not a repetition.
+    def status_at(self, instance: str, seq: int) -> decided.HealthStatus | None:
+        """Return the last decided health of an instance in the events up to `seq`; None if none was decided."""
+        verdicts = self.verdicts.get(instance, [])
+        at = bisect_right(verdicts, seq, key=lambda verdict: verdict[0])
+        return verdicts[at - 1][1] if at else None
 
-        The fact of a repetition has a number that is not above the last number of its source.
-        """
-        last = self.numbers.get(event.source, 0)
-        self.numbers[event.source] = max(last, event.source_number)
-        return not event.source_number or event.source_number > last
-
-    def _observe(self, event: Recorded, fact: seen.WorkerObservation, news: bool) -> None:
+    def _observe(self, event: Recorded, fact: seen.WorkerObservation, *, news: bool) -> None:
         entry = self.entries.get(fact.worker)
         if isinstance(fact, seen.WorkerJoined):
             if entry is None or _life(entry.instance) < _life(fact.instance):
                 self.entries[fact.worker] = LedgerEntry(fact.worker, fact.instance, fact.model)
         elif entry is not None and entry.instance == fact.instance:
-            entry.weigh(fact)
             entry.observe(event.seq, fact)
             if news:
                 entry.note_limit(event, fact)
 
-    def _decide(self, fact: Decision) -> None:
+    def _decide(self, event: Recorded, fact: Decision) -> None:
+        if isinstance(fact, decided.HealthChanged):
+            self.verdicts.setdefault(fact.instance, []).append((event.seq, fact.after))
         match fact:
             case decided.DegradationChanged():
                 self.levels[fact.model] = fact.after
+                self.worst_levels[fact.model] = max(fact.after, self.worst_levels[fact.model])
                 self.level_since[fact.model] = fact.decided_at
             case decided.IncidentOpened():
                 self.incidents[fact.incident or fact.subject] = fact.decided_at
             case decided.IncidentClosed():
                 self.incidents.pop(fact.incident or fact.subject, None)
             case decided.WorkerDecision() if entry := self.of(fact.worker, fact.instance):
-                entry.decide(fact)
-                if entry.status is decided.HealthStatus.DEAD:
-                    self.dead.add(entry.instance)
+                entry.decide(event.at, fact)
 
 
 def _life(instance: str) -> int:
@@ -249,10 +241,12 @@ class RequestLedger:
     moving: bool = False  # an attempt was lost, and no token has arrived since the loss
     outage: bool = False
     waits_since: float | None = None  # since when the request has had no worker, in seconds
-    could_resume_since: int | None = None
 
     def write(self, step: "MachineStep", now: float) -> None:
-        """Record one event of the request and its effects. `now` is in seconds of virtual time."""
+        """Record one event of the request's state machine, with the effects that the event caused.
+
+        `now` is in seconds of virtual time.
+        """
         _, request, event, effects = step
         self.ends += sum(isinstance(one, do.Complete | do.Refuse | do.End) for one in effects)
         for effect in effects:

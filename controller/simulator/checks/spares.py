@@ -1,4 +1,4 @@
-"""Invariants of spares: a spare gets no requests, and replaces a lost worker without adding one."""
+"""Invariants of spares: spares get no requests, and replace lost workers without enlarging the fleet."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from controller.deciders.worker import Worker
 from controller.simulator.checks.decisions import OUT
-from controller.simulator.checks.watch import InvariantWatch, invariant
+from controller.simulator.checks.watch import Found, InvariantWatch, invariant
 from controller.simulator.world.requests.frontends import SimulatedFrontend
 from controller.simulator.world.traffic import SimulatedRequest
 from events.decisions import HealthStatus, SpareActivated, SpareReleased
@@ -16,26 +16,24 @@ from events.observations import WorkerJoined
 
 
 @invariant("before", SpareActivated | SpareReleased)
-def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | SpareReleased) -> str | None:
+def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | SpareReleased) -> Found:
     """Only a ready spare replaces a worker, and only a lost worker is replaced.
 
-    Whether a spare is ready and a worker is lost follows from the events that the controller had read.
+    A replacement is released only when the replaced worker is ready again. Readiness and loss follow from the events that the
+    deciding controller had read.
     """
     workers = _read(watch, event)
     name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
     worker, other = workers.get(fact.worker), workers.get(name)
     if worker is None or other is None or worker.kind != other.kind:
-        return f"{fact.worker} and {name} are not interchangeable"
-    if isinstance(fact, SpareReleased):
-        released = worker.spare.place == name and other.spare.kept and _ready(other)
-        return (
-            None if released else f"{fact.worker} does not hold the place of {name}, or {name} is not ready"
-        )
-    if not worker.spare.kept or not _ready(worker):
-        return f"{fact.instance}, which takes the place of {name}, is not a ready spare"
-    if other.spare.kept or not _gone(other):
-        return f"{fact.instance} takes the place of {other.joined.instance}, which is {other.health.status}"
-    return None
+        yield f"{fact.worker} and {name} are not interchangeable"
+    elif isinstance(fact, SpareReleased):
+        if worker.spare.place != name or not other.spare.kept or not _ready(other):
+            yield f"{fact.worker} does not hold the place of {name}, or {name} is not ready"
+    elif not worker.spare.kept or not _ready(worker):
+        yield f"{fact.instance}, which takes the place of {name}, is not a ready spare"
+    elif other.spare.kept or not _gone(other):
+        yield f"{fact.instance} takes the place of {other.joined.instance}, which is {other.health.status}"
 
 
 def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
@@ -49,10 +47,8 @@ def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
 
 
 def _ready(worker: Worker) -> bool:
-    health = worker.health
-    return (
-        health.status is HealthStatus.HEALTHY and health.weight == 1.0 and worker.breaker.position == "closed"
-    )
+    health, closed = worker.health, worker.breaker.position == "closed"
+    return health.status is HealthStatus.HEALTHY and health.weight == 1.0 and closed
 
 
 def _gone(worker: Worker) -> bool:
@@ -60,36 +56,33 @@ def _gone(worker: Worker) -> bool:
 
 
 @invariant("recorded", SpareActivated | SpareReleased | WorkerJoined)
-def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
-    """No worker is replaced by two spares at once, and the number of serving workers does not grow."""
+def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> Found:
+    """No worker is replaced by two spares at once, and spares never increase the number of serving workers."""
     fleet = watch.shown[-1]
     known = {**fleet.departed, **fleet.workers}
     taken = Counter(worker.spare.place or name for name, worker in known.items() if not worker.spare.kept)
     if twice := [place for place, count in taken.items() if count > 1]:
-        return f"the places of {', '.join(twice)} are taken twice"
+        yield f"the places of {', '.join(twice)} are taken twice"
     machines = watch.world.machines
     for model in watch.world.scenario.models:
         places = sum(not one.spare.kept for one in known.values() if one.joined.model == model)
         expected = sum(not one.spare for one in machines.values() if one.model == model)
         if places > expected:
-            return f"{places} workers of {model} hold a place, but there are only {expected} places"
-    return None
+            yield f"{places} workers of {model} hold a place, but there are only {expected} places"
 
 
 @invariant("routed")
-def spares_wait(watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest) -> str | None:
+def spares_wait(watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest) -> Found:
     """No frontend sends a request to a worker that it knows to be a spare."""
     replica = frontend.replica
     worker = watch.shown[replica.known].workers.get(request.worker)
-    if worker is None or not replica.whole or worker.joined.instance != request.instance:
-        return None
-    if worker.spare.kept:
-        return f"{frontend.name} at {replica.known} sent {request.request} to {request.instance}, which is a spare"
-    return None
+    spare = worker is not None and worker.joined.instance == request.instance and worker.spare.kept
+    if spare and replica.whole:
+        yield f"{frontend.name} at {replica.known} sent {request.request} to {request.instance}, which is a spare"
 
 
 @invariant("tick")
-def places_filled(watch: InvariantWatch) -> str | None:
+def places_filled(watch: InvariantWatch) -> Found:
     """No lost worker remains without a replacement while a spare is ready and a leader is up."""
     steady, workers = watch.steadiness, watch.shown[-1].workers
     ready = [one for one in workers.values() if one.spare.kept and _ready(one) and not one.drain.active]
@@ -98,14 +91,13 @@ def places_filled(watch: InvariantWatch) -> str | None:
         empty = lost is not None and _empty(lost) and any(one.kind == lost.kind for one in ready)
         since = steady.lasts_since("the place is empty", name, so=empty)
         if steady.overdue(since):
-            return f"the place of {name} is empty since {since}, although {len(ready)} spares are ready"
-    return None
+            yield f"the place of {name} is empty since {since}, although {len(ready)} spares are ready"
 
 
 def _empty(lost: Worker) -> bool:
-    """Return whether a worker is lost, so that a spare must replace it."""
+    """Return whether a worker is lost and a spare must therefore replace it."""
     health = lost.health
     dead = health.status is HealthStatus.DEAD and not health.exit.draining
     fallen = dead and health.exit.left != "left: graceful"
-    silent = health.status is HealthStatus.UNHEALTHY and bool(health.convictions)
+    silent = health.status is HealthStatus.UNHEALTHY and bool(health.charges.convictions)
     return (fallen or silent) and not lost.spare.kept

@@ -1,24 +1,22 @@
 """Checks the invariants of a run whenever the simulated world changes.
 
-The watch has a hook for each kind of change, for example a recorded event, and each invariant names its hook. Invariants
-compare the processes with a correct fold of the journal, with the check ledger, and with the true state of the machines.
-The first violated invariant ends the run.
+`InvariantWatch` has a hook for each kind of change, for example a recorded event, and each invariant names its hook.
+Invariants compare the processes with a correct fleet state, and with the true state of the machines. They also use the check
+ledger, an independent record of the decisions. The first violated invariant ends the run.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import cleandoc
 from types import UnionType
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from controller.deciders.fleet import Fleet
 from controller.frontend.request import events as on
 from controller.frontend.request.effects import Effects
-from controller.simulator.checks.ledger import CheckLedger, LedgerEntry, MachineStep, RequestLedger
-from controller.simulator.world.controllers import SimulatedController
+from controller.simulator.checks.ledger import CheckLedger, MachineStep, RequestLedger
+from controller.simulator.world.controllers import PROBER, SimulatedController
 from controller.simulator.world.kernel import SECOND
-from controller.simulator.world.prober import PROBER
 from controller.simulator.world.seams import Seams
 from controller.simulator.world.surroundings import Replica
 from controller.simulator.world.traffic import SimulatedRequest
@@ -47,9 +45,9 @@ class Steadiness:
         self._since: dict[tuple[str, ...], int] = {}
 
     def lasts_since(self, *what: str, so: bool) -> int:
-        """Return since when the condition named by `what` has been true at every tick.
+        """Return the time since which a condition has been true at every tick.
 
-        `so` is whether the condition is true now. If not, the current time is returned.
+        `what` names the condition, and `so` is its present value. If `so` is False, return the current time.
         """
         now = self._world.kernel.now
         if so:
@@ -58,18 +56,16 @@ class Steadiness:
         return now
 
     def overdue(self, due: int) -> bool:
-        """Return whether the leader should have acted on something that was due at time `due`.
+        """Return whether the leader should by now have acted on something that was due at time `due`.
 
-        This is true if the leader has run without faults for long enough since then.
+        This is true if the leader has run long enough without faults since time `due`.
         """
         world = self._world
-        clocks = 2 * world.scenario.skew
-        return (
-            self.leader is not None and world.kernel.now - max(due + clocks, self.since) > SLACK + 5 * SECOND
-        )
+        waited = world.kernel.now - max(due + 2 * world.scenario.skew, self.since)
+        return self.leader is not None and waited > SLACK + 5 * SECOND
 
     def look(self) -> None:
-        """Update since when the leader has run without faults, and since when it could send canaries to each worker."""
+        """Update two records: since when the leader runs without faults, and since when canaries reach each worker."""
         world, now, leader = self._world, self._world.kernel.now, self._undisturbed_leader()
         if leader is None or leader is not self.leader:
             self.leader, self.since = leader, now
@@ -81,7 +77,7 @@ class Steadiness:
                 self.probed_since[machine.name] = now
 
     def _undisturbed_leader(self) -> SimulatedController | None:
-        """Return the only leader; None if there is not exactly one, or if a fault affects it or the broker."""
+        """Return the leader if there is exactly one, and no fault affects the leader or the broker; None otherwise."""
         broker = self._world.broker
         leaders = [c for c in self._world.controllers if c.up and c.leading and not c.paused]
         calm = broker.up and not broker.network.loss and not broker.network.slow
@@ -92,7 +88,9 @@ On = Literal[
     "before", "recorded", "appended", "absorbed", "routed", "judged", "stepped", "said", "ended", "accused", "proposed",
     "tick", "end",
 ]  # fmt: skip
-Check = Callable[..., str | None]
+Found: TypeAlias = Iterator[str]  # descriptions of violations, of which only the first is used
+Check: TypeAlias = Callable[..., Found]
+GOLDEN_MOVES = (decided.GoldenAgreed, decided.GoldenRetired, seen.GoldenDisputed, seen.GoldenProposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +107,15 @@ class Invariant:
 def invariant(hook: On, about: type | UnionType | None = None) -> Callable[[Check], Invariant]:
     """Turn a check function into an invariant, with the function's name and the first paragraph of its docstring.
 
-    `hook` determines when the check runs:
+    If `about` is given, the check runs only for facts of this type. `hook` determines when the check runs:
 
-    - "before": before a decision is written into the ledger
+    - "before": before a decision is written into the check ledger
     - "recorded": after an event is recorded
-    - "appended": after an append reached the broker
-    - "absorbed": after a process folded a batch
+    - "appended": after the broker has stored the decisions of an append
+    - "absorbed": after a process has read a batch of events
     - "routed": when a request is sent to a worker
     - "judged": when the outcome of a request has been judged
-    - "stepped": when the machine of a request has applied an event
+    - "stepped": when the state machine of a request has applied an event
     - "said": when tokens of a request have arrived
     - "ended": when a request has ended
     - "accused": when a worker is reported silent
@@ -125,7 +123,8 @@ def invariant(hook: On, about: type | UnionType | None = None) -> Callable[[Chec
     - "tick": once a second
     - "end": at the end of the run
 
-    A check returns None if the docstring's sentence is true, and otherwise a description of the violation.
+    A check yields nothing if the docstring's sentence is true, and otherwise a description of the violation. The run ends with
+    the first description, so the check is not continued.
     """
 
     def of(check: Check) -> Invariant:
@@ -158,10 +157,7 @@ class Violated(Exception):
 
 
 class InvariantWatch:
-    """The observer of one run, which knows the state of all processes and machines.
-
-    The invariants read its attributes.
-    """
+    """Observes one run, and gives the invariants access to the state of all processes and machines."""
 
     def __init__(self, world: SimulatedWorld, seams: Seams, invariants: Mapping[str, Invariant]) -> None:
         self.world = world
@@ -169,16 +165,11 @@ class InvariantWatch:
         self.seams = seams  # with a fold of its own, not the one that all processes share
         self.policy = world.scenario.policies[0]  # the policy in force: the one last adopted on the journal
         self.ledger = CheckLedger()
+        self.entries = self.ledger.entries.values()  # of the workers' current instances; shows every change
         # Stays correct even if a test plants a fault elsewhere.
         self.reference = Order(self.seams.evolve, Fleet())
         self.shown: list[Fleet] = [Fleet()]  # by sequence
-        self.verdicts: dict[
-            str, list[tuple[int, decided.HealthStatus]]
-        ] = {}  # by instance: (sequence, status)
-        self.run_began = 0  # sequence before the last append's first decision
-        self.decided: Recorded | None = None  # the last decision
         self.steadiness = Steadiness(world)
-        self.serving_since: dict[str, int] = {}  # by instance: since when the decisions allow it a share
         # By process: its replica, its last fold, and the true fold.
         self.compared: dict[str, tuple[Replica, Fleet, Fleet]] = {}
         self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found correct
@@ -186,7 +177,6 @@ class InvariantWatch:
         self.replayed: Fleet | None = None
         self.requests: dict[SimulatedRequest, RequestLedger] = {}  # with live requests only
         self.goldens_moved: dict[str, int] = {}  # by canary key
-        self.worst_level: dict[str, int] = {}
         self._invariants = invariants
         self._by_hook: dict[On, list[Invariant]] = {}
         for found in invariants.values():
@@ -195,13 +185,13 @@ class InvariantWatch:
 
     @property
     def checks(self) -> dict[str, int]:
-        """The number of checks of each invariant."""
+        """How often each invariant was checked, by its name."""
         return {name: self._reached[found.on] for name, found in self._invariants.items()}
 
     # --- hooks ---------------------------------------------------------------------------------------
 
     def recorded(self, event: Recorded) -> None:
-        """Update the ledger and the fold by an event that the journal has stored, and check the invariants."""
+        """Add an event of the journal to the check ledger and to the correct fleet state, and check the invariants."""
         fact = event.fact
         if isinstance(fact, Decision):
             self.notify("before", event, fact)
@@ -209,28 +199,10 @@ class InvariantWatch:
         if isinstance(fact, decided.PolicyAdopted):
             known = self.world.scenario.policies
             self.policy = next((p for p in known if p.adopted == fact.policy), self.policy)
-        self._note_share(getattr(fact, "worker", ""))
-        if isinstance(fact, decided.HealthChanged):
-            self.verdicts.setdefault(fact.instance, []).append((event.seq, fact.after))
-        elif isinstance(fact, decided.DegradationChanged):
-            self.worst_level[fact.model] = max(fact.after, self.worst_level.get(fact.model, 0))
-        elif isinstance(
-            fact, decided.GoldenAgreed | decided.GoldenRetired | seen.GoldenDisputed | seen.GoldenProposed
-        ):
+        elif isinstance(fact, GOLDEN_MOVES):
             self.goldens_moved[fact.canary_key] = self.kernel.now
         self.shown.append(self.reference.absorb(event))
-        if isinstance(fact, Decision):
-            self.decided = event
         self.notify("recorded", event, fact)
-
-    def appended(self, source: str) -> None:
-        """Check the decisions that `source` has just appended. A rejected append has none."""
-        run = self.world.broker.events[self.run_began :]
-        while run and not (run[0].source == source and isinstance(run[0].fact, Decision)):
-            run = run[1:]
-        self.run_began = self.world.broker.last_seq
-        if run:
-            self.notify("appended", run)
 
     def stepped(self, request: SimulatedRequest, event: on.Event, effects: Effects) -> None:
         """Check one step of a request's state machine, before its effects are applied."""
@@ -246,19 +218,8 @@ class InvariantWatch:
         self.notify("tick")
 
     def out_of_order(self, error: OutOfOrder) -> Violation:
-        """Return the violation for decision numbers that are not consecutive, which a fold has rejected."""
-        found = self._invariants["decisions_gapless"]
-        return self._violation(found, str(error))
-
-    def entries(self) -> Iterable[LedgerEntry]:
-        """Return the ledger's entries of the workers' current instances."""
-        return self.ledger.entries.values()
-
-    def status_at(self, instance: str, seq: int) -> decided.HealthStatus | None:
-        """Return the last decided health of an instance in the events up to `seq`; None if none was decided."""
-        verdicts = self.verdicts.get(instance, [])
-        at = bisect_right(verdicts, seq, key=lambda verdict: verdict[0])
-        return verdicts[at - 1][1] if at else None
+        """Return the violation for an event that was rejected because decision numbers are not consecutive."""
+        return self._violation(self._invariants["decisions_gapless"], str(error))
 
     # --- internal -------------------------------------------------------------------------------------------------
 
@@ -271,7 +232,7 @@ class InvariantWatch:
         for found in self._by_hook[hook]:
             if found.about is not None and not isinstance(args[-1], found.about):
                 continue
-            if detail := found.check(self, *args):
+            for detail in found.check(self, *args):
                 raise Violated(self._violation(found, detail))
 
     def _violation(self, found: Invariant, detail: str) -> Violation:
@@ -282,10 +243,3 @@ class InvariantWatch:
             seq=self.world.broker.last_seq,
             detail=detail,
         )
-
-    def _note_share(self, worker: str) -> None:
-        entry = self.ledger.entries.get(worker)
-        if entry is not None and entry.share > 0:
-            self.serving_since.setdefault(entry.instance, self.kernel.now)
-        elif entry is not None:
-            self.serving_since.pop(entry.instance, None)

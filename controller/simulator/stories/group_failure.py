@@ -1,15 +1,17 @@
 """Simulates the failure of one GPU in a tensor-parallel group, and prints a transcript.
 
-The scenario is from the project's first document, but with simulated times. Sixteen groups of eight GPUs serve a 70B model.
-GPU 47 raises Xid 48, and its group, g6, is lost with its whole KV cache, because each GPU holds one of eight heads. The
-other fifteen groups re-prefill 23 requests of 2,048 tokens. The controllers, the fold and the frontend's director are
-production code. The groups, the request plane and time are simulated.
+The scenario is from the project's first design document, but all times result from the simulation. Sixteen groups of eight
+GPUs serve a 70B model. GPU 47 raises Xid 48, and the group of this GPU, g6, is lost. The group's whole KV cache is lost too,
+because each GPU holds one of the eight KV heads. The other fifteen groups re-prefill 23 requests of 2,048 tokens.
+
+The controllers, the computation of the fleet state and the frontend's director (which routes requests) are production code.
+The groups, the connections to them and time are simulated.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.health_state import HealthPolicy
@@ -18,18 +20,19 @@ from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.openai.choice import Choice, ResponseWriter
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FrontendSettings
-from controller.ports import LostCause, OthersWork, Sink
+from controller.ports import Sink
 from controller.replay.sentences import sentence, span
 from controller.router.endpoints import ConnectedWorkers, Lineage
-from controller.simulator.simulation import Simulation, numbered, quiet
+from controller.simulator.simulation import Simulation, quiet
 from controller.simulator.world.broker import SimulatedOutbox
 from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel, KernelClock, since_start
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.scenario import Scenario, capacity_of, promising
 from controller.simulator.world.surroundings import Replica
-from events import observations
+from controller.simulator.world.world import numbered
+from events import observations as seen
 from events.blocks import BlockNames
-from events.decisions import Absorbed, HealthChanged, SpareActivated, WorkerDecision
+from events.decisions import Absorbed, DegradationChanged, HealthChanged, SpareActivated, WorkerDecision
 from events.fact import Fact, Observation, Recorded
 from events.wire import Chunk, Generate, Load, Sampling, Why
 
@@ -37,7 +40,10 @@ FIRST, SPAN = 259, 1700  # token ids that are not special tokens of the simulate
 
 
 def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choice]:
-    """Return `requests` requests with prompts of `tokens` tokens, which share no prefix and do not end early."""
+    """Return `requests` requests with prompts of `tokens` tokens.
+
+    The prompts share no prefix, and the answers do not end early.
+    """
     answers = []
     for n in range(requests):
         prompt = [FIRST + (n * 31 + k) % SPAN for k in range(tokens)]
@@ -47,9 +53,7 @@ def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choi
             lineage=lineage,
             prompt=prompt,
             names=BlockNames(prompt),
-            prompt_text="",
             sampling=Sampling(max_tokens=4000, ignore_eos=True),
-            guided=None,
             deterministic=True,
         )
         answers.append(Choice(request, ResponseWriter()))
@@ -57,7 +61,7 @@ def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choi
 
 
 def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
-    """Return, by worker, the tokens to re-prefill for the requests that continue at the worker."""
+    """Return, by worker, how many tokens are re-prefilled for the requests that continue at the worker."""
     load: Counter[str] = Counter()
     for live in requests:
         assert live.endpoint is not None
@@ -66,7 +70,7 @@ def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
 
 
 def most_over_even(load: Counter[str], workers: int) -> float:
-    """Return the highest load of one worker, divided by the load of an even distribution over `workers` workers."""
+    """Return the highest load of one worker, divided by the mean load of `workers` workers."""
     return max(load.values()) * workers / load.total()
 
 
@@ -77,10 +81,8 @@ FAILED_GPU, XID = 47, "48"
 FAILED = f"g{FAILED_GPU // TP + 1}"
 FAILS_AT, NEW_GROUP_AFTER, ENDS_AFTER = 5 * MINUTE, 60 * SECOND, 6 * MINUTE
 STEP = 20 * MS
-# The first document's times of the same three events.
-FIRST_DOCUMENT = ("t0 + 2 ms", "t0 + 10 ms", "t0 + 61 s")
 ACQUITTED_BY = HealthPolicy().good_to_acquit
-SEVENTY_B = observations.Profile(
+SEVENTY_B = seen.Profile(
     kv_blocks=40_000,
     block_tokens=16,
     max_batch=64,
@@ -90,7 +92,7 @@ SEVENTY_B = observations.Profile(
 
 
 class SimulatedRequestPlane(ConnectedWorkers):
-    """The simulated request plane of one frontend, with the engines of all workers.
+    """The simulated connections of one frontend to all workers, with the workers' engines.
 
     Each worker prefills its prompts one after another.
     """
@@ -103,8 +105,7 @@ class SimulatedRequestPlane(ConnectedWorkers):
         self._last = 0
 
     def reachable(self, worker: str, instance: str) -> bool:
-        machine = self._machines[worker]
-        return machine.up and machine.instance == instance
+        return self._machines[worker].runs(instance)
 
     recently_heard = reachable
 
@@ -113,9 +114,6 @@ class SimulatedRequestPlane(ConnectedWorkers):
 
     def load(self, worker: str) -> Load | None:
         return Load(kv_total=SEVENTY_B.kv_blocks)
-
-    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        return ""
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         self._last += 1
@@ -130,7 +128,7 @@ class SimulatedRequestPlane(ConnectedWorkers):
         self._streams.pop(stream, None)
 
     def emit(self, stream: int) -> None:
-        """Deliver the next token of a stream, and schedule the one after it."""
+        """Deliver the next token of a stream, and schedule the delivery of the following token."""
         if stream in self._streams:
             _, sink = self._streams[stream]
             sink.take(Chunk(stream, [300]))
@@ -139,50 +137,35 @@ class SimulatedRequestPlane(ConnectedWorkers):
 
     def broken(self, worker: str) -> None:
         """Report to every stream of a worker that the connection to the worker is lost."""
-        cause: LostCause = "disconnected"
         gone = [stream for stream, (at, _) in self._streams.items() if at == worker]
         for _, sink in [self._streams.pop(stream) for stream in gone]:
-            sink.lost(cause, "its group has failed")
+            sink.lost("disconnected", "its group has failed")
 
 
 class GroupFailure(Simulation):
-    """The simulated fleet, the director of one frontend, and the failure of one group."""
+    """The simulated fleet, one frontend's director (which routes requests), and the failure of one group."""
 
     def __init__(self, provisioned: float, spares: int = 0) -> None:
         super().__init__(_scenario(provisioned, spares))
         self.provisioned, self.spares = provisioned, spares
         self.requests: list[LiveRequest] = []
         self.load: Counter[str] = Counter()  # tokens to compute again, by group
-        self._levels: list[int] = []  # values before the failure, after it, and at the end
         self._plane = SimulatedRequestPlane(self.kernel, self.machines)
-        outbox = SimulatedOutbox(self.broker, "frontend:f1")
-
-        def observe(fact: Observation, *, traceparent: str = "") -> None:
-            outbox.observe(fact)
-
-        chance = self.kernel.chance("choices").random
-        world = World("f1", self._plane, observe, KernelClock(self.kernel), chance)  # type: ignore[arg-type]
+        outbox, chance = SimulatedOutbox(self.broker, "frontend:f1"), self.kernel.chance("choices").random
+        clock = KernelClock(self.kernel)
+        world = World("f1", self._plane, outbox.observe, clock, chance)  # type: ignore[arg-type]
         self.director = Director(world, FrontendSettings())
         self.director.go_live()
-        self._replica = Replica("f1", self.broker, self._absorbed)
+        Replica("f1", self.broker, self._absorbed)
 
     def _names(self) -> list[str]:
         return numbered("g", self.scenario.workers)
 
     def _machine(self, name: str, index: int) -> Machine:
-        first = index * TP
-        gpus = tuple(f"GPU {first + rank}" for rank in range(TP))
-        host = (self.kernel, self.broker, self._broken)
+        gpus = tuple(f"GPU {index * TP + rank}" for rank in range(TP))
+        model, host = self.scenario.models[0], (self.kernel, self.broker, self._broken)
         spare = index >= GROUPS
-        return Machine(
-            name,
-            self.scenario.models[0],
-            *host,
-            profile=SEVENTY_B,
-            gpus=gpus,
-            spare=spare,
-            context_tokens=CONTEXT,
-        )
+        return Machine(name, model, *host, profile=SEVENTY_B, gpus=gpus, spare=spare, context_tokens=CONTEXT)
 
     def _broken(self, machine: Machine) -> None:
         super()._broken(machine)
@@ -193,7 +176,7 @@ class GroupFailure(Simulation):
 
     @property
     def most_over_even(self) -> float:
-        """The highest load of one group, divided by the load of an even distribution."""
+        """The highest load of one group, divided by the mean load of the groups in service after the failure."""
         return most_over_even(self.load, GROUPS - 1 + min(self.spares, 1))
 
     async def play(self) -> str:
@@ -203,19 +186,20 @@ class GroupFailure(Simulation):
             await self._until(FAILS_AT - SECOND)
             self._start_requests()
             await self._until(FAILS_AT, MS)
-            self._look_at_level()
             self._strike()
+            await self._until(FAILS_AT + 20 * MS, MS)
+            self.load = computed_again(self.requests)
             await self._until(FAILS_AT + 2 * SECOND, MS)
-            self._look_at_level()
             await self._until(self.scenario.end_at)
-            self._look_at_level()
-        lines = [*_heading(self.provisioned, self.spares), *self._lines(), "", *self._spread()]
-        return "\n".join([*lines, *(["", *self._beside_the_seeds()] if self.spares else [])]) + "\n"
+        compared = ["", *self._beside_the_seeds()] if self.spares else []
+        lines = [*_heading(self.provisioned, self.spares), *self._lines(), "", *self._spread(), *compared]
+        return "\n".join(lines) + "\n"
 
     async def _until(self, until: int, step: int = 100 * MS) -> None:
-        """Advance virtual time to `until` in steps of `step` microseconds.
+        """Advance virtual time to `until`, in steps of `step`. Both are in microseconds.
 
-        After each step the event loop runs once, because the director then sends lost requests to other workers.
+        After each step, the asyncio event loop runs once. In this loop, the frontend's director sends the requests of a failed
+        worker to other workers.
         """
         while self.kernel.now < until:
             self.kernel.run(min(until, self.kernel.now + step))
@@ -237,63 +221,60 @@ class GroupFailure(Simulation):
     def _strike(self) -> None:
         group = self.machines[FAILED]
         group.retired = True  # until the failed group is replaced
-        group.observe(observations.DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
+        group.observe(seen.DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
         self.kernel.after(MS, group.shut_down)
         self.kernel.after(NEW_GROUP_AFTER, self._replace, group)
-        self.kernel.after(20 * MS, self._count)
 
     def _replace(self, group: Machine) -> None:
         group.retired = False
         group.start()
 
-    def _look_at_level(self) -> None:
-        fleet = self._replica.fleet
-        state = fleet.models.get(self.scenario.models[0])
-        self._levels.append(state.level if state is not None else 0)
-
-    def _count(self) -> None:
-        self.load = computed_again(self.requests)
-
     # --- the transcript
+
+    def _since_failure(self) -> list[tuple[int, Fact]]:
+        """Return the facts on the journal since the failure, each with its time in microseconds after the failure."""
+        facts = ((since_start(event.at) - FAILS_AT, event.fact) for event in self.broker.events)
+        return [(at, fact) for at, fact in facts if at >= 0]
+
+    def _moves(self) -> list[seen.RequestMigrated]:
+        """Return the moves of all requests to other groups, the shortest interruption first."""
+        moves = (fact for _, fact in self._since_failure() if isinstance(fact, seen.RequestMigrated))
+        return sorted(moves, key=attrgetter("gap_ms"))
+
+    def _level(self, at: int) -> str:
+        """Return the name of the degradation level at time `at`, in microseconds after the failure."""
+        level = 0
+        for event in self.broker.events:
+            if isinstance(event.fact, DegradationChanged) and since_start(event.at) <= FAILS_AT + at:
+                level = event.fact.after
+        return f"LEVEL_{level}" if level else "NONE"
 
     def first(self, kind: type[WorkerDecision], about: str) -> int:
         """Return the time of the first decision of this kind about a worker, in microseconds after the failure.
 
         Raise LookupError if no such decision was made.
         """
-        for event in self.broker.events:
-            fact, at = event.fact, since_start(event.at) - FAILS_AT
-            if at >= 0 and isinstance(fact, kind) and about in (fact.worker, getattr(fact, "replaces", "")):
+        for at, fact in self._since_failure():
+            if isinstance(fact, kind) and about in (fact.worker, getattr(fact, "replaces", "")):
                 return at
         raise LookupError(f"no {kind.__name__} decision about {about} after the failure")
 
     def _beside_the_seeds(self) -> list[str]:
-        gaps = [e.fact.gap_ms for e in self.broker.events if isinstance(e.fact, observations.RequestMigrated)]
-        here = (
-            ("its group is out of service", self.first(HealthChanged, FAILED)),
-            ("its requests go on elsewhere", int(max(gaps) * MS)),
-            (f"{GROUPS} of {GROUPS} groups serve again", self.first(SpareActivated, FAILED)),
+        """Return a table with the times of three events, in this run and in the project's first design document."""
+        rows = (
+            ("its group is out of service", self.first(HealthChanged, FAILED), "t0 + 2 ms"),
+            ("its requests go on elsewhere", int(self._moves()[-1].gap_ms * MS), "t0 + 10 ms"),
+            (f"{GROUPS} of {GROUPS} groups serve again", self.first(SpareActivated, FAILED), "t0 + 61 s"),
         )
-        lines = [f"{'':32}{'here':>12}{'first document':>18}"]
-        for (what, at), theirs in zip(here, FIRST_DOCUMENT, strict=True):
-            lines.append(f"{what:32}{_moment(at):>12}{theirs:>18}")
-        return lines
+        lines = [f"{what:32}{_moment(at):>12}{theirs:>18}" for what, at, theirs in rows]
+        return [f"{'':32}{'here':>12}{'first document':>18}", *lines]
 
     def _lines(self) -> list[str]:
-        moved: list[observations.RequestMigrated] = []
-        lines: list[tuple[int, str]] = []
-        for event in self.broker.events:
-            at = since_start(event.at) - FAILS_AT
-            if at < 0:
-                continue
-            if isinstance(event.fact, observations.RequestMigrated):
-                moved.append(event.fact)
-            elif _matters(event.fact):
-                lines.append((at, sentence(event.fact)))
-        for of, word in ((min, "first"), (max, "last")):
-            gap_ms = of(fact.gap_ms for fact in moved)
-            text = f"the {word} of {len(moved)} requests goes on, by {moved[0].method}"
-            lines.append((int(gap_ms * MS), text))
+        lines = [(at, sentence(fact)) for at, fact in self._since_failure() if _matters(fact)]
+        moves = self._moves()
+        for move, word in ((moves[0], "first"), (moves[-1], "last")):
+            text = f"the {word} of {len(moves)} requests goes on, by {move.method}"
+            lines.append((int(move.gap_ms * MS), text))
         return [f"{_moment(at):>18}  {text}" for at, text in sorted(lines, key=itemgetter(0))]
 
     def _spread(self) -> list[str]:
@@ -305,7 +286,7 @@ class GroupFailure(Simulation):
             f"{tokens:,} tokens are computed again: {takers}.",
             f"The most on one group is {self.most_over_even:.2f} times the even spread.",
             f"On one group alone they would take {span(alone_s)}, evenly spread {span(alone_s / (GROUPS - 1))}.",
-            "Level: {}, after the failure {}, at the end {}.".format(*map(_level, self._levels)),
+            f"Level: {self._level(-1)}, after the failure {self._level(2 * SECOND)}, at the end {self._level(ENDS_AFTER)}.",
             "No KV cache was sent: each GPU of the group held one of its eight heads.",
             f"{FAILED} was convicted: it is well again after {ACQUITTED_BY} good canaries in a row, and a spare then."
             if self.spares
@@ -316,24 +297,16 @@ class GroupFailure(Simulation):
 def transcript(provisioned: float, spares: int = 0) -> str:
     """Return the transcript of the scenario.
 
-    `provisioned` is the fleet's capacity as a multiple of its SLO, and `spares` the number of spare groups.
+    `provisioned` is the fleet's capacity without spares, divided by the throughput that its SLO requires. `spares` is the
+    number of spare groups.
     """
     return asyncio.run(GroupFailure(provisioned, spares).play())
 
 
 def _matters(fact: Fact) -> bool:
     decided = not isinstance(fact, Observation | Absorbed)
-    return decided or isinstance(
-        fact,
-        observations.DeviceFaulted
-        | observations.WorkerLeft
-        | observations.WorkerJoined
-        | observations.CanaryFailed,
-    )
-
-
-def _level(level: int) -> str:
-    return f"LEVEL_{level}" if level else "NONE"
+    shown = seen.DeviceFaulted, seen.WorkerLeft, seen.WorkerJoined, seen.CanaryFailed
+    return decided or isinstance(fact, shown)
 
 
 def _moment(at: int) -> str:
@@ -356,6 +329,6 @@ def _scenario(provisioned: float, spares: int) -> Scenario:
     return Scenario(
         seed=SEED, workers=GROUPS + spares, minutes=(FAILS_AT + ENDS_AFTER) / MINUTE, models=models, controllers=1,
         frontends=1, requests_per_second=1e-9, interval=30 * SECOND, tick=SECOND, skew=0, late=SECOND,
-        corrupt_from_start=0, policies=(policy,), change_at=0, worker_faults={}, fleet_faults={}, heal_at=1,
+        corrupt_from_start=0, policies=(policy,), change_at=0, faults={}, heal_at=1,
         end_at=FAILS_AT + ENDS_AFTER, settles=False,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The simulated journal server: one total order, fenced decisions, and an unreliable network.
 
-A message may arrive late or be lost. If only its acknowledgement is lost, the message is stored, but the sender assumes
-that it is not. Like JetStream, the server drops a message with an id that it has stored within the last two minutes. A later
-repetition is stored again, and the folds must ignore it.
+The network delays messages and loses some. If the acknowledgement of a stored message is lost, the sender sends the message
+again. Like JetStream, the server drops a message if it has stored a message with the same id in the last two minutes. After
+this time, the server stores a repeated message again, and the readers of the journal ignore the repetition.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ SPOOL_MAX = 10_000
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
-    """An observation in transit. `number` is its position among the facts of its source, from 1."""
+    """An observation in transit. `number` is the observation's position among the facts of `source`, from 1."""
 
     fact: Observation
     id: str
@@ -55,7 +55,10 @@ class Network:
 
 
 class Broker:
-    """The stream and the lease. While `up` is false, no process can reach the broker; stored events are kept."""
+    """The simulated broker, with the event stream and the controllers' lease.
+
+    While `up` is False, no process can reach the broker. Stored events are kept.
+    """
 
     def __init__(self, kernel: Kernel, seams: Seams, network: Network) -> None:
         self.kernel = kernel
@@ -67,7 +70,7 @@ class Broker:
         self.mute = False  # the broker stores messages, but acknowledges none
         self.events: list[Recorded] = []
         self.decided = 0  # sequence of the last decision
-        self.watchers: list[Callable[[Recorded], None]] = []
+        self.watch: Callable[[Recorded], None] = lambda event: None  # is called with each event
         self.followers: list[Follower] = []
         self.repeated = 0  # messages that were stored twice, past the duplicate window
         self.fenced = 0
@@ -80,12 +83,8 @@ class Broker:
         """The sequence of the last event; 0 for an empty stream."""
         return len(self.events)
 
-    def go_down(self) -> None:
-        """Make the broker unreachable for all processes."""
-        self.up = False
-
     def come_up(self) -> None:
-        """Make the broker reachable again, so that followers continue to read."""
+        """Make the broker reachable again, so that the subscribed processes continue to read."""
         self.up, self.mute = True, False
         self._announce()
 
@@ -98,40 +97,41 @@ class Broker:
             self.kernel.after(held + self.network.delay(), act, *args)
 
     def acknowledge(self, act: Act, *args: object) -> None:
-        """Schedule `act(*args)` for the arrival of an acknowledgement, unless it is not sent (`mute`) or lost."""
+        """Schedule `act(*args)` for the arrival of an acknowledgement.
+
+        Nothing is scheduled if the network loses the acknowledgement, or while the broker sends none (`mute`).
+        """
         if not self.mute:
             self.transmit(act, *args)
 
     def store(self, message: BrokerMessage) -> None:
-        """Store an observation, unless a message with its id was stored within DUPLICATES_REMEMBERED."""
+        """Store an observation, unless a message with the same id was stored a short time ago (DUPLICATES_REMEMBERED)."""
         now = self.kernel.now
         known = self._known.get(message.id)
         if known is not None:
             if now - known[1] < DUPLICATES_REMEMBERED:
                 return
             self.repeated += 1
-        seq = self._add(message.fact, message.id, message.source, message.number)
-        self._known[message.id] = (seq, now)
-        self._announce()
+        self._known[message.id] = (self._add(message.fact, message.id, message.source, message.number), now)
 
     def store_next(self, fact: ScaleProposed, *, source: str, after: int) -> bool:
         """Store a proposal of a planner, and return whether it was stored.
 
-        The proposal is rejected unless the last one about its model has the sequence `after`, where 0 means that there is
-        none.
+        The proposal is stored only if `after` is the sequence of the last stored proposal for the same model. If no proposal
+        is stored yet, `after` must be 0.
         """
         last = self._proposed.get(fact.model, 0)
         if self.seams.proposals_fenced and after != last:
             self.fenced += 1
             return False
         self._proposed[fact.model] = self._add(fact, f"{source}/p{self.last_seq + 1}", source)
-        self._announce()
         return True
 
     def append(self, batch: Sequence[Decision], *, source: str, through: int, after: int) -> bool:
         """Store all decisions of a batch in one step, and return whether they were stored.
 
-        They are rejected if the last stored decision does not have the sequence `after`.
+        The batch is stored only if `after` is the sequence of the last stored decision. If no decision is stored yet, `after`
+        must be 0.
         """
         if self.seams.fenced and after != self.decided:
             self.fenced += 1
@@ -139,11 +139,13 @@ class Broker:
         for decision in self.seams.lands(batch):
             id = f"d{self.last_seq + 1}"
             self.decided = self._add(decision, id, source, through=through, causation=decision.cause)
-        self._announce()
         return True
 
     def lease(self, holder: str) -> str:
-        """Give the lease to `holder` if it is free or held by `holder`, and return the present holder."""
+        """Give the lease to `holder`, or renew it, and return the present holder's name.
+
+        If another process holds the lease, that process keeps it.
+        """
         now = self.kernel.now
         if self._lease[0] == holder or self._lease[1] <= now:
             self._lease = (holder, now + LEASE_TTL)
@@ -158,8 +160,8 @@ class Broker:
             through=through, causation=causation,
         )  # fmt: skip
         self.events.append(event)
-        for watcher in self.watchers:
-            watcher(event)
+        self.watch(event)
+        self._announce()
         return seq
 
     def _announce(self) -> None:
@@ -219,32 +221,30 @@ class SimulatedOutbox:
         self._number = 0
         self._waiting: deque[BrokerMessage] = deque()
         self._spooled: set[str] = set()  # ids of the facts that survive a crash
-        self._busy = False
-        self._turn = 0  # the attempt to which an acknowledgement must belong
+        self._attempt: object = None  # the attempt to send the first fact; None: no fact is in transit
         self._alive = True
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def observe(self, fact: Observation) -> str:
-        """Queue a fact for publication, and return its id."""
-        self._number += 1
-        id = f"{self.source}/{self._number}"
+    def observe(self, fact: Observation, *, traceparent: str = "") -> str:
+        """Queue a fact for publication, and return its id. `traceparent` is ignored, because no trace is simulated."""
+        id = f"{self.source}/{self._number + 1}"
         if len(self._waiting) >= SPOOL_MAX:
-            self._number -= 1
             self._broker.dropped += 1
             return id
+        self._number += 1
         self._waiting.append(BrokerMessage(fact, id, self.source, self._number))
         self.send()
         return id
 
     def crash(self) -> list[BrokerMessage]:
-        """Stop sending, because the process has ended. Return the facts in its spool, which survive."""
+        """Stop sending, because the process has ended, and return the facts that survive in the process's spool."""
         self._alive = False
         return [m for m in self._waiting if m.id in self._spooled]
 
     def inherit(self, spool: list[BrokerMessage]) -> None:
-        """Queue the spooled facts of a previous process in the same directory, ahead of all new facts."""
+        """Queue the facts that a previous process left in the spool, ahead of all new facts."""
         self._waiting.extendleft(reversed(spool))
         self._spooled.update(m.id for m in spool)
         self.send()
@@ -252,37 +252,34 @@ class SimulatedOutbox:
     def send(self) -> None:
         """Send the next fact, unless a fact is in transit.
 
-        Callers also use this when the broker may be reachable again.
+        This method is also called when the process can reach the broker again.
         """
-        if self._busy or not self._waiting or not self._alive:
+        if self._attempt is not None or not self._waiting or not self._alive:
             return
-        self._busy = True
-        self._turn += 1
+        self._attempt = attempt = object()
         broker, kernel = self._broker, self._broker.kernel
-        broker.transmit(self._arrive, self._waiting[0], self._turn)
-        kernel.after(RETRY_AFTER, self._give_up, self._turn)
+        broker.transmit(self._arrive, self._waiting[0], attempt)
+        kernel.after(RETRY_AFTER, self._give_up, attempt)
 
-    def _arrive(self, message: BrokerMessage, turn: int) -> None:
+    def _arrive(self, message: BrokerMessage, attempt: object) -> None:
         if self._broker.up and self.reachable:
             self._broker.store(message)
-            self._broker.acknowledge(self._acknowledged, message, turn)
+            self._broker.acknowledge(self._acknowledged, message, attempt)
 
-    def _acknowledged(self, message: BrokerMessage, turn: int) -> None:
-        reachable = self.reachable and self._broker.up
-        if turn != self._turn or not (self._busy and self._alive and reachable):
+    def _acknowledged(self, message: BrokerMessage, attempt: object) -> None:
+        if attempt is not self._attempt or not (self._alive and self.reachable and self._broker.up):
             return  # acknowledges an abandoned attempt: the message is being sent again
-        self._busy = False
-        self._turn += 1
+        self._attempt = None
         self._waiting.popleft()
         self._spooled.discard(message.id)
         known = self._broker.acknowledged
         known[message.source] = max(known.get(message.source, 0), message.number)
         self.send()
 
-    def _give_up(self, turn: int) -> None:
-        if turn != self._turn or not self._alive:
+    def _give_up(self, attempt: object) -> None:
+        if attempt is not self._attempt or not self._alive:
             return
-        self._busy = False
+        self._attempt = None
         seams = self._broker.seams
         if seams.gives_up(self._waiting[0].fact):
             self._waiting.popleft()

@@ -1,8 +1,9 @@
 """The simulation kernel: schedules calls in virtual time, and provides random numbers from the seed.
 
-Time is an integer of microseconds since the simulation began. Calls for the same instant run in the order in which they
-were scheduled. Each component has a random stream of its own, identified by a name, so that an additional draw by one
-component does not change the draws of others. `Random(text)` hashes the text with SHA-512, so `PYTHONHASHSEED` has no effect.
+Time is an integer of microseconds since the simulation began. Calls for the same instant run in the order in which they were
+scheduled. Each component draws from a random generator of its own, which is identified by a name. An additional draw by one
+component therefore does not change the numbers that other components draw. `Random(text)` hashes the text with SHA-512, so
+`PYTHONHASHSEED` has no effect.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Kernel:
         return self._tie - len(self._heap)
 
     def chance(self, name: str) -> Random:
-        """Return the random stream of `name`, at its beginning."""
+        """Return a new random generator for `name`. It draws the same numbers whenever the seed is the same."""
         return Random(f"{self.seed}/{name}")
 
     def after(self, delay: int, act: Act, *args: object) -> None:
@@ -76,7 +77,7 @@ class KernelClock:
         return self._kernel.now / SECOND
 
     async def sleep(self, seconds: float) -> None:
-        """Raise NotImplementedError, because simulated code never waits: the kernel calls it when it is due."""
+        """Raise NotImplementedError, because simulated code never waits: the kernel calls each function at its due time."""
         raise NotImplementedError("simulated code never waits")
 
 

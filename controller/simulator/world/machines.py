@@ -12,9 +12,9 @@ from typing import Any
 
 from controller.simulator.world.broker import Broker, BrokerMessage, SimulatedOutbox
 from controller.simulator.world.kernel import SECOND, Kernel
-from events import observations
+from events import observations as seen
 
-PROFILE = observations.Profile(
+PROFILE = seen.Profile(
     kv_blocks=2048,
     block_tokens=16,
     max_batch=16,
@@ -31,7 +31,7 @@ ANSWER_TOKENS = 4
 
 @dataclass(slots=True)
 class Condition:
-    """The faults of a machine at the moment. The default values mean that there are none."""
+    """The present faults of a machine. With the default values, there are none."""
 
     hung: bool = False
     erring: bool = False  # the engine raises
@@ -56,7 +56,7 @@ class SimulatedWeights:
     ever: set[int] = field(default_factory=lambda: {0})
 
     def load(self) -> None:
-        """Load the weights that are installed for the next start."""
+        """Load the weights that were installed last (`after_start`)."""
         self.loaded = self.after_start
         self.ever.add(self.loaded)
 
@@ -79,8 +79,8 @@ class Machine:
     version: int = 1  # engine version: each gives its own answers and has its own canary key
     next_version: int = 1  # engine version of the next process
     spool: list[BrokerMessage] = field(default_factory=list)
-    joined: observations.WorkerJoined = field(init=False)
-    profile: observations.Profile = PROFILE
+    joined: seen.WorkerJoined = field(init=False)
+    profile: seen.Profile = PROFILE
     gpus: tuple[str, ...] = ()  # ranks, if the worker is a tensor-parallel group
     spare: bool = False  # starts as a spare
     waiting: int | None = None  # requests that it queues beyond its batch; None: no limit
@@ -107,7 +107,10 @@ class Machine:
         return self.up and self.broker.up and not condition.hung and not condition.cut
 
     def later(self, delay: int, act: Callable[..., None], *args: object) -> None:
-        """Schedule `act(*args)` for `delay` microseconds from now, if the same process is then still the current one."""
+        """Schedule `act(*args)` for `delay` microseconds from now.
+
+        The call is dropped if the machine has started another process by then.
+        """
         self.kernel.after(delay, self._if_same, self.life, act, *args)
 
     def _if_same(self, life: int, act: Callable[..., None], *args: object) -> None:
@@ -144,9 +147,9 @@ class Machine:
         self.joined = _joined(self)
         self.outbox.observe(self.joined)
         for fault_class, weight in self.condition.limits.items():
-            self._report_limit(fault_class, weight)
+            self.limit(fault_class, weight)
 
-    def observe(self, kind: type[observations.WorkerObservation], **fields: object) -> None:
+    def observe(self, kind: type[seen.WorkerObservation], **fields: object) -> None:
         """Publish an observation of this kind about the current process."""
         self.outbox.observe(kind(worker=self.name, instance=self.instance, **fields))
 
@@ -156,12 +159,15 @@ class Machine:
             self.outbox.observe(self.joined)
 
     def crash(self) -> None:
-        """End the current process without notice, which breaks all its connections."""
+        """End the current process without notice, and break all connections to the process."""
         if self.up:
-            self.up = False
-            self.held.clear()
             self.spool = self.outbox.crash()
-            self.broken(self)
+            self._down()
+
+    def _down(self) -> None:
+        self.up = False
+        self.held.clear()
+        self.broken(self)
 
     def accept(self, request: object) -> bool:
         """Add a request to the worker, and return True. If the worker is full, return False."""
@@ -176,35 +182,30 @@ class Machine:
         """Stop gracefully, as on SIGTERM: announce the shutdown, drain, and leave."""
         if not self.up or self.condition.hung:
             return
-        self.observe(observations.ShutdownBegan, mode="graceful", grace_s=20.0)
+        self.observe(seen.ShutdownBegan, mode="graceful", grace_s=20.0)
         self.draining = True
         self.later(self.chance.randrange(1, 15) * SECOND, self._leave)
 
     def shut_down(self) -> None:
-        """Make the process end itself at once, after it has published the reason."""
+        """Make the process end itself at once. The process publishes the reason before it ends."""
         if self.up and not self.condition.hung:
-            self.observe(observations.ShutdownBegan, mode="self_initiated", grace_s=0.0)
+            self.observe(seen.ShutdownBegan, mode="self_initiated", grace_s=0.0)
             self._left("self_initiated", 1)
 
     def limit(self, fault_class: str, weight: float | None) -> None:
         """Limit the worker's weight (0 to 1) because of a device fault. `weight` None ends the limit."""
+        about: dict[str, object] = {"device": "gpu0", "fault_class": fault_class}
         if weight is None:
             self.condition.limits.pop(fault_class, None)
+            kind: type[seen.WorkerObservation] = seen.DeviceRecovered
         else:
             self.condition.limits[fault_class] = weight
+            kind, about = seen.DeviceFaulted, about | {"fatal": False, "weight": weight}
         if self.up:
-            self._report_limit(fault_class, weight)
-
-    def _report_limit(self, fault_class: str, weight: float | None) -> None:
-        if weight is None:
-            self.observe(observations.DeviceRecovered, device="gpu0", fault_class=fault_class)
-        else:
-            self.observe(
-                observations.DeviceFaulted, device="gpu0", fault_class=fault_class, fatal=False, weight=weight
-            )
+            self.observe(kind, **about)
 
     def drain(self) -> None:
-        """Begin a drain that the controller has commanded, in which the worker accepts no new requests."""
+        """Begin a drain that the controller has commanded. A draining worker accepts no new requests."""
         if self.up and not self.condition.hung and not self.draining:
             self.draining, self.drained = True, False
             self.later(self.chance.randrange(1, 20) * SECOND, self._empty)
@@ -217,7 +218,7 @@ class Machine:
     def corrupt(self, canaries: frozenset[int], in_hardware: bool) -> None:
         """Give wrong answers to these canaries from now on.
 
-        With `in_hardware`, this continues after a restart of the process.
+        With `in_hardware`, the worker gives wrong answers even after a restart of its process.
         """
         self.condition.corrupt = canaries
         self.condition.in_hardware = in_hardware
@@ -231,7 +232,10 @@ class Machine:
         self.condition.corrupt_since = -1
 
     def answer(self, canary: int) -> tuple[int, ...]:
-        """Return the tokens that this worker answers to a canary, which are wrong if the worker is corrupt for this canary."""
+        """Return the tokens with which this worker answers a canary.
+
+        The last token is wrong if the worker is corrupt for this canary.
+        """
         right = self.right_answer(canary, self.weights.loaded)
         if canary in self.condition.corrupt:
             wrong = 50_000_000 + 100 * int(self.name[1:]) + self.life % 100
@@ -239,14 +243,14 @@ class Machine:
         return right
 
     def right_answer(self, canary: int, weights: int) -> tuple[int, ...]:
-        """Return the tokens that a correct worker with these weights and this engine version answers to a canary."""
+        """Return the right answer to a canary for the given weights and this machine's engine version."""
         first = 100_000_000 * weights + 100_000 * self.version + 1000 * (canary + 1)
         return tuple(first + i for i in range(ANSWER_TOKENS))
 
     def _empty(self) -> None:
         if self.up and self.draining and not (self.drained or self.condition.hung):
             self.drained = True
-            self.observe(observations.DrainFinished, completed=0, migrated=0)
+            self.observe(seen.DrainFinished, completed=0, migrated=0)
 
     def _leave(self) -> None:
         if self.up and self.condition.hung:  # the shutdown continues once the process responds
@@ -256,36 +260,29 @@ class Machine:
             self._left("graceful", 0)
 
     def _left(self, mode: str, exit: int) -> None:
-        self.observe(observations.WorkerLeft, mode=mode, exit=exit)
-        self.up = False
-        self.held.clear()
-        self.broken(self)
+        self.observe(seen.WorkerLeft, mode=mode, exit=exit)
+        self._down()
         self.kernel.after(2 * SECOND, self._gone, self.outbox)
 
     def _gone(self, outbox: SimulatedOutbox) -> None:
-        """Close the outbox of a process that has left. The next process sends the facts that remain in it."""
+        """Close the outbox of a process that has left, and keep its unsent facts for the next process."""
         self.spool += outbox.crash()
 
 
-def _joined(machine: Machine) -> observations.WorkerJoined:
-    weights = machine.weights
-    lineage = f"weights={weights.loaded}" if weights.reported else ""
-    engine: dict[str, Any] = {
-        **ENGINE,
-        "model": machine.model,
-        "engine_version": str(machine.version),
-        "lineage": lineage,
-    }
-    return observations.WorkerJoined(
+def _joined(machine: Machine) -> seen.WorkerJoined:
+    weights, engine = machine.weights, dict[str, Any](ENGINE)
+    engine |= {"model": machine.model, "engine_version": str(machine.version)}
+    engine["lineage"] = f"weights={weights.loaded}" if weights.reported else ""
+    return seen.WorkerJoined(
         **engine,
         worker=machine.name,
         instance=machine.instance,
         url=f"tcp://{machine.name}:1",
         tp=len(machine.gpus) or 1,
         profile=machine.profile,
-        canary_key=observations.canary_key(**engine, tp=1),
+        canary_key=seen.canary_key(**engine, tp=1),
         pid=machine.life,
-        topology=observations.Topology(host=machine.name, gpus=machine.gpus),
+        topology=seen.Topology(host=machine.name, gpus=machine.gpus),
         spare=machine.spare,
         waiting_max=machine.waiting,
         context_tokens=machine.context_tokens,

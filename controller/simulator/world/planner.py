@@ -1,7 +1,9 @@
-"""Simulates the projector with its state store, and planner processes with fenced proposals.
+"""Simulates the projector with its state store, and planner processes with their proposals.
 
 A planner reads only what the projector has committed. If a planner pauses between deciding and sending, its proposal can
-arrive after another planner's proposal. The forecast uses no library, so that a seed gives the same result on every machine.
+arrive after another planner's proposal for the same model. The broker rejects such a late proposal.
+
+The forecast uses no library, so that a seed gives the same result on every machine.
 """
 
 from collections.abc import Sequence
@@ -11,10 +13,9 @@ from functools import lru_cache
 from controller.deciders.fleet import Fleet
 from controller.planner.forecast import LoadForecast, constant, forecast, moving_average
 from controller.planner.planner import PlannerDuties
-from controller.ports import LATEST, PLANNED_BY
+from controller.ports import LATEST, PLANNED_BY, Snapshot
 from controller.read_model.rows import COLUMNS, worker_row
 from controller.simulator.world.kernel import MS, SECOND, KernelClock
-from controller.simulator.world.seams import Stored
 from controller.simulator.world.surroundings import Replica, SimulatedProcess, Surroundings
 from events.fact import Recorded
 from events.observations import ScaleProposed
@@ -29,7 +30,6 @@ class SimulatedProjector(SimulatedProcess):
 
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__("projector", surroundings)
-        self.stored: Stored | None = None  # the settled fold, its position, and the sources
         self.stored_seq = 0  # sequence that the shown rows include
         self.rows: Fleet | None = None  # as shown to readers
         self.audit: dict[str, int] = {}  # sequence by id; the id is unique
@@ -37,12 +37,12 @@ class SimulatedProjector(SimulatedProcess):
         self._committing = False
 
     def _begin(self) -> None:
-        """Start a process with the fold from the state store."""
+        """Start a process from the fleet state that the state store contains."""
         self._waiting, self._committing = [], False
-        self.replica = Replica(self.source, self._broker, self._absorbed, self.stored)
+        self.replica = Replica(self.source, self._broker, self._absorbed, self.surroundings.stored)
 
     def _end(self) -> None:
-        """End the process. A transaction that was not committed has no effect."""
+        """End the process. A transaction that is not committed yet has no effect."""
         self.replica.close()
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
@@ -51,7 +51,7 @@ class SimulatedProjector(SimulatedProcess):
         self._commit()
 
     def _commit(self) -> None:
-        """Begin a transaction with all events read so far, unless one is running."""
+        """Begin a transaction with all events read so far, unless a transaction is running."""
         if self._committing or not self._waiting or not self.replica.whole:
             return
         self._committing = True
@@ -60,17 +60,20 @@ class SimulatedProjector(SimulatedProcess):
         replica = self.replica
         self._later(delay, self._committed, rows, replica.store(), (replica.seq, replica.fleet))
 
-    def _committed(self, events: list[Recorded], stored: Stored, shown: tuple[int, Fleet]) -> None:
+    def _committed(self, events: list[Recorded], stored: Snapshot, shown: tuple[int, Fleet]) -> None:
         for event in events:
             self.audit.setdefault(event.id, event.seq)
-        self.stored, (self.stored_seq, self.rows) = stored, shown
+        self.surroundings.stored, (self.stored_seq, self.rows) = stored, shown
         self._committing = False
         self._commit()
 
 
 @lru_cache(maxsize=256)  # planners repeat the same forecasts
 def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    """Return the load forecast by the better of the methods that need no library."""
+    """Return a forecast for the next `ahead` bins (time steps) from the load of the past bins, the latest last.
+
+    Of two methods, constant and moving average, the one that did better in a recent back-test is used. Neither needs a library.
+    """
     return forecast(history, ahead, {"constant": constant, "moving_average": moving_average})
 
 
@@ -84,7 +87,7 @@ class SimulatedPlanner(SimulatedProcess):
         self._clock = KernelClock(surroundings.kernel)
 
     def _begin(self) -> None:
-        """Start a planner without data, which then reads the state store."""
+        """Start a planner without data. The planner then reads the state store."""
         seams, planning = self.surroundings.seams, self.surroundings.scenario.planning
         assert planning is not None
         duties = PlannerDuties(by=SUPERVISOR, lost_after_s=60.0, repeat_s=300.0)
@@ -93,7 +96,7 @@ class SimulatedPlanner(SimulatedProcess):
         self._later(self._chance.randrange(EVERY), self._tick)
 
     def _end(self) -> None:
-        """End the process. Facts that were not sent are lost, because the next process reports the state anew."""
+        """End the process, and drop its unsent facts. The next process decides anew from the state store."""
         self.outbox.crash()
 
     def _tick(self) -> None:
@@ -115,7 +118,7 @@ class SimulatedPlanner(SimulatedProcess):
         outlook = planner.look(rows, projector.stored_seq, self._clock.now(), now_s)
         outlook = replace(outlook, proposals=planner.decide(outlook))
         for model, found in planner.capacities(outlook).items():
-            if (fact := planner.tells(model, found, outlook)) is not None:
+            if (fact := planner.capacity_fact(model, found, outlook)) is not None:
                 self.outbox.observe(fact)
         for _, proposed in planner.due(outlook):
             self.surroundings.notify("proposed", proposed)

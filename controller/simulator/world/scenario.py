@@ -38,7 +38,7 @@ class Steps:
 
 
 def drawn(chance: Random, until: int, lasts: tuple[int, int], values: tuple[float, ...]) -> Steps:
-    """Return a step function until time `until` with random steps.
+    """Return a random step function for the time until `until`.
 
     Each step has one of `values`, and lasts for a random number of minutes within the bounds `lasts`.
     """
@@ -80,7 +80,10 @@ class SimulatedPlanning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """An overload scenario: workers accept a limited number of requests, and the load exceeds it at times."""
+    """An overload scenario: workers accept a limited number of requests.
+
+    At times, the load exceeds the fleet's capacity.
+    """
 
     batch: int  # batch size of each worker
     waiting: int  # requests that each worker queues beyond its batch
@@ -105,8 +108,7 @@ class Scenario:
     corrupt_from_start: int  # workers
     policies: tuple[FleetPolicy, ...]  # the first one, and possibly one for restarted controllers
     change_at: int
-    worker_faults: dict[str, float]  # per hour and worker
-    fleet_faults: dict[str, float]  # per hour
+    faults: dict[str, float]  # of all workers and of the fleet, per hour
     heal_at: int
     end_at: int
     spares: int = 0  # the last workers are spares
@@ -117,7 +119,10 @@ class Scenario:
 
 
 def profile_of(crowd: Crowd | None) -> Profile:
-    """Return the profile that each worker registers, which depends on the batch size in a crowd."""
+    """Return the performance profile that each worker registers.
+
+    In an overload scenario (`crowd`), the profile depends on the scenario's batch size.
+    """
     if crowd is None:
         return PROFILE
     slowest = PROFILE.tpot_ms[-1][1]
@@ -127,14 +132,14 @@ def profile_of(crowd: Crowd | None) -> Profile:
 def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> Scenario:
     """Return the scenario of a seed.
 
-    With `rates`, the name of a preset, the faults of workers are distributed as in that field study.
+    `rates` names a preset of `rates.py`. The workers' faults are then distributed as in the preset's field study.
     """
     chance = Kernel(seed).chance("scenario")
     interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
     models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
     spares, crowd = _spares(seed, workers, len(models)), _crowd(seed, minutes)
     of_model = (workers - spares) // len(models)
-    policies = _policies(seed, chance, minutes, models, of_model, profile_of(crowd))
+    policies = _policies(seed, chance, minutes, models, capacity_of(of_model, profile_of(crowd)))
     if spares:
         policies = [replace(policy, spares=_on_return(seed)) for policy in policies]
     end = int(minutes * MINUTE)
@@ -157,13 +162,13 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         late=chance.choice((2 * SECOND, 2 * SECOND, 5 * MINUTE)),
         corrupt_from_start=chance.choice((0, 0, 0, 1, 1, 2)) if "corrupt" in worker_faults else 0,
         change_at=int(chance.uniform(0.2, 0.8) * heal_at), heal_at=heal_at, end_at=end, settles=end - heal_at >= calm,
-        policies=tuple(policies), worker_faults=worker_faults, fleet_faults=fleet_faults,
+        policies=tuple(policies), faults={kind: rate * workers for kind, rate in worker_faults.items()} | fleet_faults,
         crowd=crowd and replace(crowd, times=crowd.times.then(heal_at, CALM)),
     )  # fmt: skip
 
 
 def _faults(chance: Random, rates: str | None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the rates of the workers' faults, per hour and worker, and of the fleet's faults, per hour."""
+    """Return the faults per hour by kind: first those of each worker, then those of the fleet."""
     heavy = chance.choice((0.5, 1.0, 1.0, 2.0))
     worker_faults = {k: v * heavy for k, v in WORKER_FAULTS.items() if chance.random() < 0.65}
     fleet_faults = {k: v * heavy for k, v in FLEET_FAULTS.items() if chance.random() < 0.65}
@@ -175,25 +180,29 @@ def _faults(chance: Random, rates: str | None) -> tuple[dict[str, float], dict[s
 
 
 def _policies(
-    seed: int, chance: Random, minutes: float, models: tuple[str, ...], of_model: int, profile: Profile
+    seed: int, chance: Random, minutes: float, models: tuple[str, ...], capacity_rps: float
 ) -> list[FleetPolicy]:
-    """Return the first policy and, for one seed in four, a second one for controllers that restart later.
+    """Return the first policy and, for one seed in four, a second policy.
 
-    For one seed in three, the capacity of each model is exactly or slightly above its SLO.
+    The controllers are later restarted with the second policy. `capacity_rps` is the number of requests per second that all
+    workers of a model can carry. For one seed in three, the SLO's throughput is set to this capacity or slightly below it.
     """
-    policies = [_policy(chance, minutes, models, of_model, profile)]
+    policies = [_policy(chance, minutes, models, capacity_rps)]
     if chance.random() < 0.25:
-        policies.append(_policy(chance, minutes, models, of_model, profile))
+        policies.append(_policy(chance, minutes, models, capacity_rps))
     close = Kernel(seed).chance("provisioned")
     tight = close.choice((None, None, close.choice((1.0, 1.02, 1.05))))
     if tight is not None:
-        carried = capacity_of(of_model, profile)
-        policies = [promising(policy, models, carried / tight) for policy in policies]
+        policies = [promising(policy, models, capacity_rps / tight) for policy in policies]
     return policies
 
 
 def _spares(seed: int, workers: int, models: int) -> int:
-    """Return the number of spares among the workers. It is 0 for two seeds in three, else the same for each model."""
+    """Return the number of spares in the whole fleet: none, one per model, or two per model.
+
+    For most seeds there are none. `workers` includes the spares. If more than a quarter of the workers would be spares, there
+    are none.
+    """
     chance = Kernel(seed).chance("waiting")
     many = chance.choice((0, 0, 1)) * chance.choice((1, 1, 2))
     return models * many if workers >= 4 * models * many else 0
@@ -202,7 +211,8 @@ def _spares(seed: int, workers: int, models: int) -> int:
 def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> SimulatedPlanning | None:
     """Return the planners of a seed; None for two seeds in three, and for short runs.
 
-    `workers` is the number of workers per model. From `heal_at` on, the load is what these workers serve well.
+    `workers` is the number of workers per model. From `heal_at` on, the load stays at the normal value for this number
+    of workers.
     """
     chance = Kernel(seed).chance("planners")
     if minutes < PLANNED_MINUTES or chance.random() < 0.67:
@@ -221,7 +231,7 @@ def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> Simulate
 
 
 def _crowd(seed: int, minutes: float) -> Crowd | None:
-    """Return the overload of a seed; None for two seeds in three."""
+    """Return the overload scenario of a seed; None for two seeds in three."""
     chance = Kernel(seed).chance("rush")
     if chance.random() < 0.67:
         return None
@@ -233,13 +243,11 @@ def _on_return(seed: int) -> SparesPolicy:
     return SparesPolicy(on_return=Kernel(seed).chance("spares return").choice(("swap", "release")))
 
 
-def _policy(
-    chance: Random, minutes: float, models: tuple[str, ...], of_model: int, profile: Profile
-) -> FleetPolicy:
+def _policy(chance: Random, minutes: float, models: tuple[str, ...], capacity_rps: float) -> FleetPolicy:
     """Return the production default policy with random changes.
 
-    Shorter waits make more happen in an hour. A random SLO is low enough for the whole fleet to meet it with a margin, so
-    that every degradation level can be left.
+    Waiting times may be shortened, so that more events happen in an hour. If an SLO is drawn, the whole fleet can meet it with
+    a margin, so every degradation level can be left again.
     """
     policy = FleetPolicy()
     if minutes < 30 or chance.random() < 0.7:
@@ -250,7 +258,7 @@ def _policy(
         policy = replace(policy, breaker=breaker, forgetting=forgetting)
     if chance.random() < 0.6:
         share = chance.choice((0.5, 0.7, 0.9))
-        policy = promising(policy, models, share * capacity_of(of_model, profile))
+        policy = promising(policy, models, share * capacity_rps)
     if chance.random() < 0.3:
         budget = replace(policy.budget, max_ejection_share=chance.choice((0.25, 0.34, 1.0)))
         policy = replace(policy, budget=budget)
@@ -271,9 +279,12 @@ def capacity_of(workers: int, profile: Profile) -> float:
 def settling_time(policy: FleetPolicy, interval: int) -> int:
     """Return the time in microseconds within which a fleet must recover from its last fault.
 
-    It is the sum of the longest breaker wait with its trials, a drain that may be running, the start of a new process, and 14
-    canary intervals for the acquittal of a convicted worker, the trial and the ramp. Another two minutes are for incidents
-    and levels.
+    `interval` is the canary interval in microseconds. The returned time is the sum of these parts:
+
+    - the longest breaker wait, with two trials
+    - a drain that may be running, and the start of a new process
+    - 14 canary intervals plus 20 %, in which a convicted worker is acquitted, is tried, and returns gradually to full weight
+    - two minutes, in which incidents are closed and degradation levels are left
     """
     waits = micros(policy.breaker.wait_max) + micros(policy.breaker.trial_timeout) * 2
     drains = micros(policy.drain.wait) + micros(policy.drain.margin) + 30 * SECOND

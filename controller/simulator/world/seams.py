@@ -1,7 +1,7 @@
 """The functions and rules that a test can replace to plant a fault, without monkeypatching.
 
-By default, the fold, the deciders and the order are those of production. The other fields are rules of the simulated servers
-and processes.
+Some fields of `Seams` order the journal's events, fold the events into the fleet state, or decide. Their defaults are production
+code. The other fields are rules of the simulated servers and processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,41 +14,30 @@ from controller.frontend.request.events import Event
 from controller.frontend.request.state import RequestState
 from controller.frontend.request.step import Next
 from controller.planner.planner import Planner
+from controller.ports import Snapshot
 from controller.router.endpoints import EndpointTable
 from events.fact import Decision, Observation, Recorded
-from events.order import Last, Order, Position
-
-Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # the part of a fold that the state store keeps
+from events.order import Order
 
 
-def lands(batch: Sequence[Decision]) -> Sequence[Decision]:
-    """Return the decisions of an accepted append that are stored, which are all of them."""
-    return batch
-
-
-def gives_up(fact: Observation) -> bool:
-    """Return whether a fact that was not acknowledged in time is dropped, which is never the case."""
-    return False
-
-
-def snapshot(order: Order[fleet.Fleet]) -> Stored:
-    """Return what the state store keeps: the settled fold, its position, and each source's last settled fact."""
-    return order.settled, order.position, dict(order.sources)
+def snapshot(order: Order[fleet.Fleet]) -> Snapshot:
+    """Return the part of a process's fleet state that the state store keeps."""
+    return Snapshot(order.settled, order.position, dict(order.sources))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """The replaceable functions and rules. Each default is correct, and a planted fault replaces one of them."""
+    """The replaceable functions and rules. Each default is correct. To plant a fault, a test replaces one default."""
 
     evolve: Callable[[fleet.Fleet, Recorded], fleet.Fleet] = fleet.evolve
     settle: Callable[..., tuple[Decision, ...]] = fleet.settle
     frontend_order: type[Order[fleet.Fleet]] = Order  # the order in which frontends fold
     fenced: bool = True  # an append is rejected if a decision was stored since the appender read
     proposals_fenced: bool = True  # the same for planners' proposals
-    lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
+    lands: Callable[[Sequence[Decision]], Sequence[Decision]] = tuple  # all decisions of an append are stored
     links_veto: bool = True  # a frontend's live connection keeps a worker from being reported silent
-    gives_up: Callable[[Observation], bool] = gives_up
-    snapshot: Callable[[Order[fleet.Fleet]], Stored] = snapshot
+    gives_up: Callable[[Observation], bool] = lambda fact: False  # no unacknowledged fact is dropped
+    snapshot: Callable[[Order[fleet.Fleet]], Snapshot] = snapshot
     table: Callable[[], EndpointTable] = EndpointTable
     planner: Callable[..., Planner] = Planner
     lines: type[Line] = Line

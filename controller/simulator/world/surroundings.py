@@ -1,30 +1,33 @@
-"""The parts that all simulated processes share: host, fold of the journal, and world interface.
+"""The parts that all simulated processes share: host, fleet state, and interface to the world.
 
-About ten processes fold the same facts in the same order. The fold is a pure function, so `Remembered` caches the result of
-each step for all processes. The invariant watch folds all events again without the cache, and compares the results.
+About ten processes fold the same facts in the same order into their fleet states. The fold is a pure function, so `Remembered`
+caches the result of each step for all processes. The invariant watch folds all events again without the cache, and compares
+the results.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import replace
+from typing import TypeAlias
 
-from controller.deciders.fleet import Fleet, FleetPolicy
+from controller.deciders.fleet import Fleet
+from controller.ports import Snapshot
 from controller.runtime.initial_fold import FleetFold
-from controller.simulator.world.broker import Broker, BrokerMessage, Follower, SimulatedOutbox
+from controller.simulator.world.broker import Broker, BrokerMessage, Follower, Network, SimulatedOutbox
 from controller.simulator.world.kernel import Kernel
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.scenario import Scenario
-from controller.simulator.world.seams import Seams, Stored
+from controller.simulator.world.seams import Seams
 from controller.simulator.world.traffic import ClientTally, SimulatedDemand
 from events.fact import Recorded
 from events.order import Order, Position
 
-NOTHING = Fleet()
+NOTHING = Snapshot(Fleet(), Position(), {})
 Listen: TypeAlias = Callable[["Replica", Sequence[Recorded]], None]
 STEPS_MAX = 100_000  # cached steps of the fold
 
 
 class Remembered:
-    """A fold that computes each step once, and returns the cached result to all other processes."""
+    """A function that folds events into the fleet, and caches each step for all processes."""
 
     def __init__(self, evolve: Callable[[Fleet, Recorded], Fleet]) -> None:
         self._evolve = evolve
@@ -32,7 +35,7 @@ class Remembered:
         self._steps: dict[tuple[int, int], tuple[Fleet, Recorded, Fleet]] = {}
 
     def __call__(self, fleet: Fleet, recorded: Recorded) -> Fleet:
-        """Return the fleet after one event."""
+        """Return the fleet state after one event."""
         key = (id(fleet), id(recorded))
         known = self._steps.get(key)
         if known is not None:
@@ -45,37 +48,38 @@ class Remembered:
 
 
 class Replica(FleetFold):
-    """One process's fold of the journal. `listen` is called after each batch of events."""
+    """The fleet state that one process folds from the journal. `listen` is called after each batch of events."""
 
     def __init__(
         self,
         name: str,
         broker: Broker,
         listen: Listen,
-        stored: Stored | None = None,
+        stored: Snapshot | None = None,
         order: type[Order[Fleet]] = Order,
     ) -> None:
         self.name = name
         self._seams = seams = broker.seams
-        fleet, position, sources = stored or (NOTHING, Position(), {})
-        super().__init__(order(seams.evolve, fleet, position, dict(sources)))
+        found = stored or NOTHING
+        super().__init__(order(seams.evolve, found.fleet, found.position, dict(found.sources)))
         self._listen = listen
-        self.follower = Follower(broker, position.through, self._read)
+        self.follower = Follower(broker, found.position.through, self._read)
 
     @property
     def known(self) -> int:
-        """The sequence up to which this fold contains all decisions.
+        """The sequence up to which the fleet state contains all decisions.
 
-        Observations before this sequence may still be unread, if the fold started from a snapshot.
+        A snapshot holds only the observations that its last decision took into account. After a start from a snapshot, the
+        state therefore lacks all other observations from before that decision until the process reads them.
         """
         return max(self.seq, self.order.position.decided)
 
-    def store(self) -> Stored:
-        """Return the part of this fold that the state store keeps."""
+    def store(self) -> Snapshot:
+        """Return the part of this fleet state that the state store keeps."""
         return self._seams.snapshot(self.order)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading the journal."""
         self.follower.close()
 
     def _read(self, batch: Sequence[Recorded]) -> None:
@@ -83,31 +87,24 @@ class Replica(FleetFold):
         self._listen(self, batch)
 
 
-class Surroundings(Protocol):
+class Surroundings:
     """The simulated world, as its processes use it. Durations are in microseconds of virtual time."""
 
-    kernel: Kernel
-    broker: Broker
-    seams: Seams
-    scenario: Scenario
-    machines: dict[str, Machine]
-    demand: SimulatedDemand
-    tally: ClientTally
+    frontends: Sequence["SimulatedProcess"]
     notify: Callable[..., None]  # checks the invariants of a hook
-    decided: Callable[[str], None]  # called when an append reached the broker
     stepped: Callable[..., None]  # called when the request machine has applied an event
 
-    def policy(self) -> FleetPolicy:
-        """Return the policy that a controller uses if it starts now."""
-        ...
+    def __init__(self, scenario: Scenario, seams: Seams) -> None:
+        self.scenario, self.kernel = scenario, Kernel(scenario.seed)
+        self.seams = replace(seams, evolve=Remembered(seams.evolve))
+        self.broker = Broker(self.kernel, self.seams, Network(self.kernel.chance("network")))
+        self.machines: dict[str, Machine] = {}
+        self.tally, self.demand = ClientTally(), SimulatedDemand(scenario, self.kernel)
+        self.stored: Snapshot | None = None  # in the state store; None: nothing stored
 
-    def stored(self) -> Stored | None:
-        """Return the contents of the state store; None if nothing has been stored."""
-        ...
-
-    def linking(self) -> Sequence["SimulatedProcess"]:
-        """Return the running frontends, which report their live connections to workers."""
-        ...
+    def linking(self) -> list["SimulatedProcess"]:
+        """Return the running frontends, because only a running frontend reports live connections to workers."""
+        return [frontend for frontend in self.frontends if frontend.up]
 
 
 class SimulatedProcess:
@@ -137,7 +134,10 @@ class SimulatedProcess:
             self._begin()
 
     def linked(self, machine: Machine) -> bool:
-        """Return whether this process has recently reported a live connection to a worker."""
+        """Return whether this process has recently reported a live connection to a worker.
+
+        Only frontends report connections, so the result is False in this class.
+        """
         return False
 
     def crash(self) -> None:

@@ -1,7 +1,7 @@
-"""The interface of the simulated world, the operators, and the supervisor that restarts workers."""
+"""The simulated world as its parts use it, and the simulated operators, supervisor and scaling."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import json
+from collections.abc import Callable, Sequence
 
 from controller.deciders.fleet import Fleet
 from controller.simulator.world.broker import Follower, SimulatedOutbox
@@ -10,8 +10,10 @@ from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.planner import SUPERVISOR, SimulatedPlanner, SimulatedProjector
 from controller.simulator.world.requests.frontends import SimulatedFrontend
-from controller.simulator.world.surroundings import Replica, Surroundings
-from events import observations
+from controller.simulator.world.scenario import Scenario, profile_of
+from controller.simulator.world.seams import Seams
+from controller.simulator.world.surroundings import Surroundings
+from events import observations as seen
 from events.decisions import HealthStatus
 from events.fact import Observation, Recorded
 
@@ -21,35 +23,69 @@ GRACE = 30 * SECOND  # grace period before a worker that is stopping is killed
 FAILS = 0.1  # share of proposals that fail for lack of room
 
 
-class SimulatedWorld(Surroundings, Protocol):
+class SimulatedWorld(Surroundings):
     """All parts of a simulated run, as the faults, the operators and the checks use them."""
 
-    controllers: list[SimulatedController]
     frontends: list[SimulatedFrontend]
-    projector: SimulatedProjector
-    planners: list[SimulatedPlanner]
-    operators: "Operators"
-    supervisor: "SimulatedSupervisor"
+    shown: Callable[[], Fleet]  # returns the fleet state after the whole journal
+    update: Callable[[Machine], None]  # installs the newest weights on a new machine
+
+    def __init__(self, scenario: Scenario, seams: Seams, frontend: type[SimulatedFrontend]) -> None:
+        """Create all machines and processes. `frontend` is the class of the frontends."""
+        super().__init__(scenario, seams)
+        self.notes: list[tuple[int, str]] = []  # sequence of the event before the fault, line of the history
+        for index, name in enumerate(self._names()):
+            self.machines[name] = self._machine(name, index)
+        planning, self.projector = scenario.planning, SimulatedProjector(self)
+        planners = numbered("planner", planning.planners if planning is not None else 0)
+        controllers, frontends = scenario.controllers, scenario.frontends
+        self.planners = [SimulatedPlanner(name, self, self.projector) for name in planners]
+        self.controllers = [SimulatedController(name, self) for name in numbered("controller", controllers)]
+        self.frontends = [frontend(name, self) for name in numbered("frontend", frontends)]
+        self.processes = (*self.controllers, *self.frontends, *self.planners, self.projector)
+        self.healed = False  # every fault has ended, and no new one begins
+        self.operators, self.supervisor = Operators(self), SimulatedSupervisor(self)
+        self.scaling = SimulatedScaling(self) if planning is not None else None
 
     def note(self, text: str) -> None:
         """Record a fault in the history."""
-        ...
+        line = json.dumps({"at_us": self.kernel.now, "fault": text}) + "\n"
+        self.notes.append((self.broker.last_seq, line))
 
     def add_machine(self, model: str) -> Machine:
         """Add a machine for one more worker of a model, and return it. No process is started yet."""
-        ...
+        models, index = self.scenario.models, len(self.machines)
+        while models[index % len(models)] != model:
+            index += 1
+        while (name := f"w{index + 1}") in self.machines:
+            index += len(models)
+        machine = self.machines[name] = self._machine(name, index)
+        self.update(machine)
+        return machine
 
-    def believed(self) -> Fleet:
-        """Return the fleet that the leader has folded. Without a running leader, return the fold of the whole journal."""
-        ...
+    def _names(self) -> list[str]:
+        return numbered("w", self.scenario.workers)
 
-    def replicas(self) -> list[Replica]:
-        """Return the folds of all running processes."""
-        ...
+    def _machine(self, name: str, index: int) -> Machine:
+        scenario, crowd = self.scenario, self.scenario.crowd
+        spare = scenario.workers - scenario.spares <= index < scenario.workers
+        waiting = crowd.waiting if crowd is not None else None
+        model, host = scenario.models[index % len(scenario.models)], (self.kernel, self.broker, self._broken)
+        return Machine(name, model, *host, profile=profile_of(crowd), spare=spare, waiting=waiting)
 
-    def outboxes(self) -> list[SimulatedOutbox]:
-        """Return the outboxes of all running processes."""
-        ...
+    def _broken(self, machine: Machine) -> None:
+        for frontend in self.frontends:
+            frontend.broken(machine)
+
+    def leader_fold(self) -> Fleet:
+        """Return the fleet state that the running leader has computed from the journal.
+
+        Without a running leader, return the state after the whole journal.
+        """
+        for controller in self.controllers:
+            if controller.up and controller.leading and not controller.paused:
+                return controller.replica.fleet
+        return self.shown()
 
     def stalled(self, machine: Machine) -> None:
         """Notify every frontend that a worker has sent nothing for longer than the stall timeout."""
@@ -61,8 +97,16 @@ class SimulatedWorld(Surroundings, Protocol):
         return instance in self.machines[worker].corrupt_lives
 
 
+def numbered(name: str, count: int) -> list[str]:
+    """Return `count` names that consist of `name` and a number from 1 up."""
+    return [f"{name}{number + 1}" for number in range(count)]
+
+
 class Operators:
-    """Simulates the operators. A command goes to any running controller, and is repeated later if no controller runs."""
+    """Simulates the operators.
+
+    A command is published through any running controller. If no controller runs, publishing is retried up to five times.
+    """
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._kernel = world, world.kernel
@@ -71,12 +115,10 @@ class Operators:
         self._resumed: set[str] = set()  # instances resumed although their own worker's golden convicts them
 
     def drain(self, machine: Machine) -> None:
-        """Drain a worker. Some time later, it is resumed, is stopped, or remains drained."""
+        """Drain a worker. Some time later, the worker is resumed, is stopped, or remains drained."""
         name, instance = machine.name, machine.instance
-        deadline_s = self._chance.choice((None, 5.0, 20.0, 60.0))
-        self._publish(
-            observations.DrainRequested(worker=name, instance=instance, deadline_s=deadline_s, by="operator")
-        )
+        wait_s = self._chance.choice((None, 5.0, 20.0, 60.0))
+        self._publish(seen.DrainRequested(worker=name, instance=instance, deadline_s=wait_s, by="operator"))
         self.drained[name] = instance
         what = self._chance.random()
         delay = self._chance.randrange(1, 60) * SECOND
@@ -87,44 +129,47 @@ class Operators:
 
     def resume(self, machine: Machine, instance: str) -> None:
         """Publish a command to resume a worker instance."""
-        self._publish(observations.ResumeRequested(worker=machine.name, instance=instance, by="operator"))
+        self._publish(seen.ResumeRequested(worker=machine.name, instance=instance, by="operator"))
 
     def resume_all(self) -> None:
-        """Resume all workers that were drained, and restart workers with disputed answers to a canary.
+        """Resume all drained workers, and restart workers with disputed canary answers.
 
-        Workers vote again on a dispute only when a worker joins, so an operator has to end the dispute.
+        Workers vote on a disputed answer again only when a worker joins, and a restart causes a join. Also let the planner
+        choose the number of workers of each model again.
         """
         for name, instance in self.drained.items():
             self.resume(self._world.machines[name], instance)
         for model in self._world.scenario.models if self._world.planners else ():
             self.release(model)
-        for name, worker in self._world.believed().workers.items():
+        for name, worker in self._world.leader_fold().workers.items():
             if worker.health.disputed:
                 self._world.machines[name].stop()
         self._resume_unjustly_convicted()
 
     def _resume_unjustly_convicted(self) -> None:
-        """Resume each worker that only the unconfirmed golden of its own former instance convicts.
+        """Resume each worker that is convicted by its own former instance's golden (right answer to a canary).
 
-        No votes can decide this case. The check is repeated every LOOKS.
+        The present instance answers this canary differently, and no other worker has confirmed the golden. Votes cannot decide
+        which answer is right, because both come from the same worker. Each instance is resumed once. The check is repeated at
+        intervals of LOOKS.
         """
         self._kernel.after(LOOKS, self._resume_unjustly_convicted)
-        for name, worker in self._world.believed().workers.items():
-            machine, instance = self._world.machines[name], worker.joined.instance
+        for name, worker in self._world.leader_fold().workers.items():
+            instance = worker.joined.instance
             if worker.health.charges.own_goldens and instance not in self._resumed:
                 self._resumed.add(instance)
-                self.resume(machine, instance)
+                self.resume(self._world.machines[name], instance)
 
     def scale(self, model: str) -> None:
-        """Set the number of workers of a model, and release it to the planner some minutes later."""
+        """Set the number of workers of a model. Some minutes later, let the planner choose the number again."""
         workers = self._chance.randint(1, self._world.scenario.workers)
-        self._publish(observations.ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
+        self._publish(seen.ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
         later = self._chance.randrange(60, 600) * SECOND
         self._kernel.after(later, self.release, model)
 
     def release(self, model: str) -> None:
         """Let the planner choose the number of workers of a model again."""
-        self._publish(observations.ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
+        self._publish(seen.ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
 
     def _stop(self, machine: Machine, instance: str) -> None:
         if machine.instance == instance:
@@ -140,7 +185,7 @@ class Operators:
 
 
 class SimulatedSupervisor:
-    """Starts workers that have ended, and kills processes that the fleet considers DEAD."""
+    """Restarts workers that have ended, and kills worker processes that are DEAD in the leader's fleet state."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._kernel = world, world.kernel
@@ -148,14 +193,11 @@ class SimulatedSupervisor:
         self._outbox = SimulatedOutbox(world.broker, "supervisor.1")
         world.kernel.after(PATROL, self._patrol)
 
-    def soon(self, machine: Machine) -> None:
-        """Schedule the restart of a worker that ended without notice. In most cases, also report its end."""
-        if machine.up:
-            return
+    def kill(self, machine: Machine) -> None:
+        """End a worker without notice, and schedule its restart. In most cases, also report the worker's end."""
+        machine.crash()
         if self._chance.random() < 0.6:
-            left = observations.WorkerLeft(
-                worker=machine.name, instance=machine.instance, mode="immediate", exit=-9
-            )
+            left = seen.WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
             late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may start before the report
             self._kernel.after(late, self._outbox.observe, left)
         self._kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
@@ -163,7 +205,7 @@ class SimulatedSupervisor:
     def _patrol(self) -> None:
         world = self._world
         world.kernel.after(PATROL, self._patrol)
-        fleet = world.believed()
+        fleet = world.leader_fold()
         for machine in world.machines.values():
             if not machine.up and not machine.life and world.kernel.now < world.scenario.late:
                 continue
@@ -174,11 +216,8 @@ class SimulatedSupervisor:
             if worker is None or worker.joined.instance != machine.instance:
                 continue
             if worker.health.status is HealthStatus.DEAD:
-                machine.crash()
-                self.soon(machine)
-            elif (
-                worker.health.disputed and not machine.draining and world.kernel.now > world.scenario.heal_at
-            ):
+                self.kill(machine)
+            elif worker.health.disputed and not machine.draining and world.healed:
                 machine.stop()  # the dispute began after the operators' last check (`Operators.resume_all`)
 
 
@@ -198,7 +237,7 @@ class SimulatedScaling:
         latest = {
             event.fact.model: (event.id, event.fact)
             for event in batch
-            if isinstance(event.fact, observations.ScaleProposed) and event.fact.by == SUPERVISOR
+            if isinstance(event.fact, seen.ScaleProposed) and event.fact.by == SUPERVISOR
         }
         for model, (proposal, fact) in latest.items():
             ok = self._chance.random() >= FAILS
@@ -206,13 +245,13 @@ class SimulatedScaling:
                 self._scale(model, fact.after)
             says = "done" if ok else "there is no room"
             self.outbox.observe(
-                observations.ScaleApplied(
+                seen.ScaleApplied(
                     model=model, proposal=proposal, after=fact.after, by=SUPERVISOR, ok=ok, says=says
                 )
             )
 
     def _scale(self, model: str, after: int) -> None:
-        workers = self._world.believed().workers
+        workers = self._world.leader_fold().workers
         kept = {name for name, worker in workers.items() if worker.spare.kept}
         current = [
             machine
@@ -230,7 +269,6 @@ class SimulatedScaling:
 
     def _end(self, machine: Machine) -> None:
         """Kill a worker that has not left within the grace period."""
+        supervisor = self._world.supervisor
         if machine.up:
-            machine.crash()
-            supervisor = self._world.supervisor
-            supervisor.soon(machine)
+            supervisor.kill(machine)

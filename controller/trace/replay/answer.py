@@ -40,19 +40,20 @@ class _Event(msgspec.Struct, gc=False):
 
 _decode = msgspec.json.Decoder(_Event).decode
 Count = Callable[[float], None]
-"""Called with seconds."""
+"""A callback that gets a duration in seconds."""
 
 
 def _ignore(seconds: float) -> None:
-    """Do nothing. The default of a callback."""
+    """Do nothing. This is the default of the callbacks of `ReplayedAnswer`."""
 
 
 class ReplayedAnswer:
-    """Measures one answer as it arrives. All times are from the connection's clock.
+    """Measures one answer as it arrives. All times are from the clock of the client that receives the answer.
 
-    A token that leaves a character incomplete causes no event. So events only give times, and the number of tokens comes from the
-    `usage` at the end. The callback `first_token` gets the seconds from the request to the first token. The callback `gap` gets
-    the seconds between two events.
+    The server sends no event for a token that ends in the middle of a character, so there can be fewer events than tokens. The
+    number of tokens is therefore read from the `usage` at the end of the answer; events only provide times. The callback
+    `first_token` gets the seconds from the request to the first token. The callback `gap` gets the seconds between two
+    consecutive events.
     """
 
     __slots__ = (
@@ -71,7 +72,7 @@ class ReplayedAnswer:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the answer by the server's `usage`; the number of events while that is unknown."""
+        """Number of tokens in the answer, from the server's `usage`. Until `usage` has arrived, the number of events."""
         return self.reported_tokens or self.events
 
     def take(self, event: bytes, at: float) -> None:
@@ -130,7 +131,7 @@ def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
 
 
 def _code(body: bytes) -> str:
-    """Return the code in an error's body with a leading space; "" if the body has none."""
+    """Return a space and the error code in the body of an error response; "" if the body has no code."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.MsgspecError, LookupError, TypeError):

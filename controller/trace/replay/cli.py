@@ -22,9 +22,8 @@ from rich.table import Table
 
 from controller.trace import plot, profile
 from controller.trace.replay import report, request_bodies
-from controller.trace.replay.connection import now
 from controller.trace.replay.driver import Limits, Replay
-from controller.trace.replay.endpoint import ReplayTarget
+from controller.trace.replay.endpoint import ReplayTarget, now
 from controller.trace.replay.flags import CONCURRENCY
 from controller.trace.replay.measures import AnswerSlo, DurationHistogram, ReplayMeasures
 from controller.trace.replay.plan import PlannedRequest, ReplayShape, plan
@@ -42,19 +41,19 @@ FILES_SPARE = 256  # descriptors other than connections
 WIDTH = 100
 
 Writing = Callable[[Path], AbstractContextManager[None]]
-"""Context manager that reports a file that cannot be written."""
+"""A function of a file's path. It returns a context manager that reports an error if the file cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedDuration:
-    """The expected number of requests and duration of a replay, for its progress bar. None means unknown."""
+    """The expected number of requests and the expected duration of a replay, for its progress bar. None means unknown."""
 
     requests: int | None
     seconds: float | None
 
 
 class TraceSource:
-    """Yields the planned requests of a trace, or of a profile, from which any number of requests can be generated.
+    """Yields the planned requests of a replay, from a trace or from a profile. A profile can yield any number of requests.
 
     A trace is first read completely, so that invalid lines are found before any request is sent.
     """
@@ -80,7 +79,10 @@ class TraceSource:
         return self._reading if self._reading is not None and self._reading.skipped else None
 
     def expected(self) -> ExpectedDuration:
-        """Return how many requests will be sent, or for how long. Raise BadTrace, which names the line, if a trace is invalid."""
+        """Return the number of requests and the duration of the replay, as far as they are known.
+
+        Raise BadTrace if a line of the trace is invalid; the error names the line.
+        """
         if self._profile is not None:
             return ExpectedDuration(self._args.max_requests, self._args.seconds)
         until_s = self._args.seconds or math.inf
@@ -89,7 +91,7 @@ class TraceSource:
         )
 
     def planned(self) -> Iterator[PlannedRequest]:
-        """Yield the requests to send, from the first one."""
+        """Yield the requests to send. Each call begins again at the first request."""
         rows: Iterator[TraceRow]
         if self._profile is not None:
             rows = synthesize(self._profile, ENDLESS, seed=self._args.seed)
@@ -102,9 +104,10 @@ class TraceSource:
 def run(
     args: argparse.Namespace, block_tokens: int | None, writing: Writing
 ) -> tuple[int, TraceReader | None]:
-    """Run a replay, and print and write its report. Return the exit code, and the trace reader if it has skipped lines.
+    """Run a replay and print its report. With --report and --plot, also write the report and a chart to files.
 
-    Raise UsageError if the folder of an output file does not exist.
+    Return the exit code, and the trace reader (None if no line of the trace was skipped). Raise UsageError if the folder of an
+    output file does not exist.
     """
     if args.plot:
         plot.check(args.plot)
@@ -155,7 +158,7 @@ class ReplayRun:
                     await replay.run(stop)
                 self.interrupted = stop.is_set()
         finally:
-            self._target.close()
+            await self._target.close()
 
     def found(self) -> report.Report:
         """Return the report of the replay as plain JSON values."""
@@ -177,8 +180,8 @@ class ReplayRun:
 def _stopping(hush: Callable[[], None]) -> Iterator[asyncio.Event]:
     """Yield an event that is set at the first Ctrl-C or SIGTERM. A second Ctrl-C ends the process at once.
 
-    asyncio's own signal handlers run only after the current iteration of the event loop, which may still read arrived data.
-    `hush` is called during the iteration, so that no more data is processed.
+    asyncio sets the event only after the current iteration of the event loop. Until then, the iteration could still process
+    arrived data. The signal handler therefore calls `hush` at once, and `hush` must stop the processing of data.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -209,9 +212,9 @@ def _limits(args: argparse.Namespace) -> Limits:
 
 
 def _connections(wanted: int | None) -> int:
-    """Return the maximum number of connections, and raise this process's limit of open files so that it suffices.
+    """Return the maximum number of connections. Increase the process's limit of open files if it is too low.
 
-    Raise UsageError if the system does not allow the wanted number.
+    Raise UsageError if the wanted number is below 1, or if the system does not allow that many open files.
     """
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = sys.maxsize if most == resource.RLIM_INFINITY else max(1, most - FILES_SPARE)
@@ -241,7 +244,7 @@ def _slo(args: argparse.Namespace) -> AnswerSlo:
 
 
 def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | None:
-    """Return the completed share of a replay, from 0 to 1: the larger of the shares by requests and by time.
+    """Return the completed fraction of a replay, from 0 to 1: by requests or by time, whichever is larger.
 
     None if neither the number of requests nor the duration is known.
     """
@@ -255,7 +258,7 @@ def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | No
 
 @asynccontextmanager
 async def shown(measures: ReplayMeasures, expected: ExpectedDuration) -> AsyncIterator[None]:
-    """Show the progress on standard error until the end of the block: live on a terminal, otherwise one line every LINE_S."""
+    """While the context is open, show the progress on standard error: live on a terminal, otherwise one line every LINE_S."""
     console = Console(stderr=True)
     task = asyncio.ensure_future(
         _draw(measures, expected, console) if console.is_terminal else _print_lines(measures, expected)

@@ -2,8 +2,9 @@
 
     plan ── bodies, encoded in advance ──▶ at the request's time, if fewer than the maximum are in flight ──▶ one task per request
 
-If the maximum number of requests is in flight, the next request is held back until another has ended. This time is counted as
-`held`. Lateness (`late`) is the generator's own delay, from when a request was due and could be sent until it was sent.
+If the maximum number of requests is in flight, the next request is held back until a request in flight has ended. The measure
+`held` is the time for which a request is held back. The measure `late` is the generator's own delay. It begins when a request
+is due and not held back, and ends when the request is sent.
 """
 
 import asyncio
@@ -14,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from controller.trace.replay.answer import ReplayedAnswer
-from controller.trace.replay.connection import now
-from controller.trace.replay.endpoint import ReplayTarget
+from controller.trace.replay.endpoint import ReplayTarget, now
 from controller.trace.replay.measures import ReplayMeasures
 from controller.trace.replay.plan import PlannedRequest
 from controller.trace.replay.request_bodies import Wording
@@ -38,7 +38,7 @@ class Limits:
 
 
 class Replay:
-    """Runs one replay. `measures` has the counts and times so far."""
+    """Runs one replay. `measures` has the counts and times of the replay so far."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Replay:
     async def _write(self, *, until: float | None) -> None:
         """Encode bodies in advance until the time `until` or until AHEAD bodies are ready. None means no time limit.
 
-        If no body is ready, encode at least one.
+        If no body is ready, encode one even after `until`.
         """
         while len(self._ahead) < AHEAD:
             if self._ahead and until is not None and now() >= until:
@@ -134,7 +134,8 @@ class Replay:
     async def _until(self, due: float) -> None:
         """Wait until the time `due`.
 
-        If `due` has passed, yield to the event loop only after TURN_S, because a busy loop takes many milliseconds to return.
+        If `due` has passed, yield to the event loop at most once every TURN_S, because one iteration of a busy event loop takes
+        many milliseconds.
         """
         at = now()
         if due > at or at - self._turn > TURN_S:
@@ -142,7 +143,10 @@ class Replay:
             self._turn = now()
 
     async def _held(self, until: float | None) -> bool:
-        """Wait until fewer than the maximum of requests are in flight, and return True; return False at the time `until`."""
+        """Wait until fewer requests than the maximum are in flight, reserve a place for one more, and return True.
+
+        If the wait lasts until the time `until`, return False instead. None means no time limit.
+        """
         try:
             async with asyncio.timeout(None if until is None else max(0.0, until - now())):
                 await self._room.acquire()
@@ -176,7 +180,10 @@ class Replay:
             task.result()  # raises a bug of this module, for the loop's exception handler
 
     async def _tick(self) -> None:
-        """Record, every TICK_S, by how much this event loop or its reading lags. Measured times may be late by as much."""
+        """Every TICK_S, record the lag of the event loop: the delay of its timers or of arrived data, whichever is longer.
+
+        The replay's measured times can be too large by this lag.
+        """
         ticks = 0
         while True:
             at = now()

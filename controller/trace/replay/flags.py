@@ -1,4 +1,4 @@
-"""The flags of `holdfast trace replay`, except those for reading a trace, which all commands share."""
+"""The flags of `holdfast trace replay`. Flags for reading a trace are in `controller.trace.cli`."""
 
 import argparse
 from pathlib import Path

@@ -41,7 +41,10 @@ class DurationHistogram:
         return self.total / self.count if self.count else 0.0
 
     def percentiles(self, *shares: float) -> list[float]:
-        """Return the percentiles at these shares (0 to 1, increasing), in seconds; zeros if there are no durations."""
+        """Return percentiles in seconds; zeros if there are no durations.
+
+        `shares` are fractions from 0 to 1 in increasing order; 0.5 gives the median.
+        """
         found: list[float] = []
         seen, wanted = 0, [max(1, math.ceil(share * self.count)) for share in shares]
         for place, count in enumerate(self.counts):
@@ -58,7 +61,7 @@ def middle_s(place: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSlo:
-    """The limits of a good answer, in seconds; None: no limit."""
+    """The limits in seconds within which an answer counts as good. None means no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None  # mean time between an answer's first token and its last
@@ -75,7 +78,7 @@ class AnswerSlo:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One sample of a replay, for its chart. Counts are cumulative."""
+    """One sample of a replay, for the replay's chart. All counts except `in_flight` are cumulative."""
 
     at_s: float
     in_flight: int
@@ -85,7 +88,10 @@ class Point:
 
 
 class ReplayTimeline:
-    """The samples of a replay over time. When there are too many, every second sample is dropped, and fewer are taken."""
+    """The samples of a replay over time, in bounded memory.
+
+    When the maximum number of samples is reached, every second sample is dropped and the interval between samples doubles.
+    """
 
     def __init__(self, points_max: int = POINTS_MAX) -> None:
         self.points: list[Point] = []
@@ -93,7 +99,7 @@ class ReplayTimeline:
         self._every = self._skipped = 1
 
     def due(self) -> bool:
-        """Return whether a sample is to be added now. Must be called exactly once per sampling interval."""
+        """Return whether to add a sample now. The caller must call this method exactly once per tick of the sampling clock."""
         if self._skipped < self._every:
             self._skipped += 1
             return False
@@ -101,7 +107,7 @@ class ReplayTimeline:
         return True
 
     def add(self, point: Point) -> None:
-        """Add a sample. If there are too many, drop every second one."""
+        """Add a sample. If the maximum number of samples is reached, drop every second sample and halve the sampling rate."""
         self.points.append(point)
         if len(self.points) >= self._points_max:
             del self.points[1::2]
@@ -110,7 +116,7 @@ class ReplayTimeline:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Numbers of tokens of all requests, as counted by the server if it reports them."""
+    """Token totals over all requests. The server's own counts are used if the server reports them."""
 
     events: int = 0  # number of events with output; an event may have several tokens
     output: int = 0  # tokens of all answers
@@ -166,14 +172,14 @@ class ReplayMeasures:
         self.itl.add(seconds)
 
     def leaves(self) -> None:
-        """Count a request that is sent now."""
+        """Count a request as sent and in flight. Called when the request is sent."""
         self.sent += 1
         self.in_flight += 1
         if self.in_flight > self.in_flight_max:
             self.in_flight_max = self.in_flight
 
     def ends(self, reply: Reply, answer: ReplayedAnswer, asked: int) -> None:
-        """Record how a request for `asked` tokens ended."""
+        """Record the outcome of a request that asked for an answer of `asked` tokens."""
         self.in_flight -= 1
         self.ended = max(self.ended, reply.ended)
         self.tokens.output += answer.tokens
@@ -196,7 +202,7 @@ class ReplayMeasures:
         self.good += self.slo.met(answer.first - answer.asked_at, tpot, answer.gap_max)
 
     def fails(self, kind: str, sample: str) -> None:
-        """Count a failed request by the kind of its error, and keep the first text of each kind."""
+        """Count a failed request by the kind of its error, and keep the first error text of each kind."""
         self.failed += 1
         if kind not in self.errors and len(self.errors) >= KINDS_MAX:
             kind = "other"
@@ -209,7 +215,7 @@ class ReplayMeasures:
         self.cut += 1
 
     def sample(self, at: float) -> None:
-        """Add a sample of the present counts to the timeline, if one is due. `at` is the time now."""
+        """Add a sample of the current counts to the timeline if a sample is due. `at` is the current time."""
         if self.timeline.due():
             self.timeline.add(
                 Point(at - self.began, self.in_flight, self.sent, self.failed, self.tokens.events)

@@ -12,7 +12,7 @@ FACTOR_MAX = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayShape:
-    """How the times and lengths of a trace are changed for its replay. Raise UsageError if a value is invalid."""
+    """The settings that change the times and lengths of a trace for its replay. Raise UsageError if a value is invalid."""
 
     speedup_ratio: float = 1.0  # divisor of the times
     scale_input: float = 1.0  # factor on prompts and blocks, so that their shared share stays the same
@@ -59,7 +59,11 @@ def plan(rows: Iterable[TraceRow], block_tokens: int, shape: ReplayShape) -> Ite
 
 
 def _prompt(row: TraceRow, block_tokens: int, block: int, shape: ReplayShape, name: str) -> PromptRecipe:
-    """Return the recipe of a row's prompt, with as many blocks as in the trace, each of `block` tokens, cut to `max_isl`."""
+    """Return the recipe of a row's prompt. If the row has hash ids, the recipe keeps the prompt's number of blocks.
+
+    A block has `block_tokens` tokens in the trace, and `block` tokens in the recipe. A prompt longer than `max_isl` tokens is
+    cut at its end.
+    """
     if row.hash_ids:
         whole = len(row.hash_ids) - 1
         rest = row.input_length - whole * block_tokens

@@ -23,7 +23,7 @@ Report: TypeAlias = dict[str, Any]  # plain JSON values
 
 
 def found(measures: ReplayMeasures, about: Report) -> Report:
-    """Return the report as plain JSON values. `about` has the fields that describe the trace, the server and the settings."""
+    """Return the report as plain JSON values. `about` has the report's fields about the trace, the server and the settings."""
     m, seconds, times = measures, measures.seconds, measures.generator
     generator = {
         "kept_up": times.kept_up,

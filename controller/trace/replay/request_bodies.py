@@ -1,4 +1,4 @@
-"""Encodes prompts for a server: as token ids if it accepts them, else as text or chat messages.
+"""Encodes prompts for a server: as token ids if it accepts these, else as text or chat messages.
 
 Blocks with the same hash id get the same tokens or words. The words are common ones, which have one token each in most
 vocabularies. The exact number of words per token is measured at the server.
@@ -33,7 +33,7 @@ _EXTRAS: tuple[dict[str, object], ...] = ({"ignore_eos": True}, {})
 
 @dataclass(frozen=True, slots=True)
 class PromptRecipe:
-    """The recipe of a prompt: the blocks with these ids, cut to the length.
+    """The recipe of a prompt: the blocks with the ids `blocks`, one after another, cut to `length` tokens.
 
     If `blocks` is empty, the prompt consists of unique tokens, which are derived from `name`.
     """
@@ -68,12 +68,12 @@ class Wording:
         return self._around(self._text(prompt), max_tokens)
 
     def probe(self, times: int) -> bytes:
-        """Return the body of a request with each word of the list `times` times in its prompt."""
+        """Return the body of a request with a prompt that contains the whole word list `times` times."""
         return self._around(" ".join(WORDS * times).encode(), PROBE_TOKENS)
 
     @property
     def blocks_written(self) -> int:
-        """Number of blocks that were encoded, not found in the cache."""
+        """Number of block encodings so far. A block that is still in the cache of encoded blocks is not encoded again."""
         return self._blocks.cache_info().misses if self._blocks is not None else 0
 
     def _around(self, text: bytes, max_tokens: int) -> bytes:
@@ -95,7 +95,7 @@ class Wording:
         return self._between.join(parts)
 
     def _pieces(self, tokens: int) -> int:
-        """Return the number of token ids or words that give this many tokens."""
+        """Return how many token ids or words make a text of `tokens` tokens."""
         return round(tokens * self._words_per_token)
 
     def _encoded(self, name: int | str, size: int) -> bytes:
@@ -105,7 +105,7 @@ class Wording:
 
 
 async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
-    """Detect by short requests which form of prompt a server accepts, and return the encoder for it.
+    """Send short requests to detect which form of prompt a server accepts, and return the encoder for that form.
 
     Raise BadEndpoint if the server accepts no known form.
     """
@@ -127,7 +127,8 @@ async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
 async def _measured(target: ReplayTarget, wording: Wording) -> float:
     """Return the number of words per token, from the server's token counts of two prompts.
 
-    The difference of the two counts is used, so that the tokens of the chat template cancel out. Raise BadEndpoint.
+    The difference of the two counts is used, so that the tokens of the chat template cancel out. Raise BadEndpoint if the
+    server does not answer or does not report plausible counts.
     """
     counted = []
     for times in PROBE_TIMES:
@@ -143,7 +144,10 @@ async def _measured(target: ReplayTarget, wording: Wording) -> float:
 
 
 async def _probe(target: ReplayTarget, wording: Wording, body: bytes) -> tuple[str, ReplayedAnswer]:
-    """Send a request for a few tokens. Return the error ("" if there is none) and the answer. Raise BadEndpoint."""
+    """Send a request for a few tokens. Return the error ("" if there is none) and the answer.
+
+    Raise BadEndpoint if the server cannot be reached or does not answer in time.
+    """
     answer = ReplayedAnswer()
     reply = await target.ask("POST", wording.path, body, take=answer.take, deadline_s=PROBE_S_MAX)
     if reply.fault in ("unreachable", "timeout"):

@@ -57,6 +57,7 @@ def holdfast(*words: str, **environment: str) -> subprocess.CompletedProcess[str
     return run_command(words, clean | environment)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "commands.md").read_text()
     example = page.partition("```toml\n")[2].partition("```")[0]
@@ -169,6 +170,7 @@ def test_a_role_reads_its_own_table(tmp_path: Path) -> None:
     assert environment == {"HOLDFAST_DATA": "d", "HOLDFAST_WORKER_PORT": "2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -221,12 +223,14 @@ def test_settings_shows_the_values_of_a_file(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["frontend.port"] == 8101
 
 
+@pytest.mark.slow
 def test_the_written_file_changes_nothing(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
     assert apply(written(tmp_path, template()), environment) == {}
     assert environment == {}
 
 
+@pytest.mark.slow
 def test_the_written_file_without_comment_signs_has_every_default(tmp_path: Path) -> None:
     text = re.sub(r"^#(?=\w+ = )", "", template(), flags=re.MULTILINE)
     jsonschema.Draft202012Validator(schema()).validate(tomllib.loads(text))
@@ -236,6 +240,7 @@ def test_the_written_file_without_comment_signs_has_every_default(tmp_path: Path
     assert {"workers": 3, "upstream": []}.items() <= table.items()
 
 
+@pytest.mark.slow
 def test_the_written_file_has_every_setting() -> None:
     known = {name for name in values({}) if "." in name}
     place, found = "", set()
@@ -247,6 +252,7 @@ def test_the_written_file_has_every_setting() -> None:
     assert known <= found
 
 
+@pytest.mark.slow
 def test_the_schema_rejects_unknown_keys_and_wrong_types() -> None:
     validator = jsonschema.Draft202012Validator(schema())
     validator.check_schema(schema())
@@ -256,10 +262,12 @@ def test_the_schema_rejects_unknown_keys_and_wrong_types() -> None:
     assert validator.is_valid({"controller": journal, "up": {"spares": "auto"}})
 
 
+@pytest.mark.slow
 def test_the_schema_is_printed() -> None:
     assert json.loads(holdfast("settings", "--schema").stdout) == json.loads(json.dumps(schema()))
 
 
+@pytest.mark.slow
 def test_a_file_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "new.toml"
     assert holdfast("settings", "--write", str(path)).returncode == 0

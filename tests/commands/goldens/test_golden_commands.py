@@ -11,7 +11,7 @@ import pytest_asyncio
 from fleet import holdfast, running
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.observations import GoldenRequested
 
@@ -19,19 +19,19 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.attack]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory, databases: None) -> AsyncIterator[DemoFleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory, databases: None) -> AsyncIterator[LocalFleet]:
     flags = ("--workers", "1", "--itl-ms", "2", "--canary-interval", "2")
     async with running(tmp_path_factory.mktemp("goldens") / "fleet", *flags) as made:
         await made.healthy(1)
         yield made
 
 
-async def typed(fleet: DemoFleet, *arguments: str) -> tuple[int, str]:
+async def typed(fleet: LocalFleet, *arguments: str) -> tuple[int, str]:
     done = await asyncio.to_thread(holdfast, "golden", *arguments, "--data", str(fleet.data))
     return done.returncode, done.stdout + done.stderr
 
 
-async def listed(fleet: DemoFleet, wanted: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+async def listed(fleet: LocalFleet, wanted: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
     """Return the goldens once the projection satisfies `wanted`."""
 
     async def found() -> list[dict[str, Any]] | None:
@@ -47,7 +47,7 @@ def all_of(status: str) -> Callable[[list[dict[str, Any]]], bool]:
 
 
 async def test_goldens_are_approved_exported_retired_and_imported_and_each_step_is_on_the_journal(
-    fleet: DemoFleet, tmp_path: Path
+    fleet: LocalFleet, tmp_path: Path
 ) -> None:
     await listed(fleet, all_of("provisional"))
     code, output = await typed(fleet, "approve", "--model", "sim")

@@ -55,7 +55,7 @@ def test_the_first_worker_of_a_new_lineage_is_held_and_a_second_one_releases_bot
     updated(story, "w0")
     first = story.worker("w0")
     assert (first.health.status, first.weight, first.health.held) == (S, 0.0, True)
-    assert not first.corrupt and "new_lineage" in first.reasons[0]
+    assert not first.health.corrupt and "new_lineage" in first.reasons[0]
     story.wait(300)
     assert story.worker("w0").weight == 0.0
     updated(story, "w1")
@@ -105,9 +105,9 @@ def test_a_new_lineage_lifts_convictions_by_old_goldens_but_not_for_non_finite_a
     for fact, convicted in ((wrong, False), (replace(wrong, reason="non_finite"), True)):
         story = serving()
         story.tell(fact)
-        assert story.worker("w0").corrupt
+        assert story.worker("w0").health.corrupt
         story.tell(left("w0"), member("w0", "i2", NEW))
-        assert story.worker("w0").corrupt is convicted
+        assert story.worker("w0").health.corrupt is convicted
 
 
 def test_a_worker_is_not_held_when_the_workers_of_the_old_lineage_are_forgotten() -> None:

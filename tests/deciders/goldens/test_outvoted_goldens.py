@@ -112,7 +112,7 @@ def test_a_worker_that_agrees_with_neither_stays_convicted() -> None:
     story = agreed(4)
     story.tell(contradicts("w3", OTHER), contradicts("w0"), contradicts("w1"), contradicts("w2"))
     assert story.fleet.goldens[KEY].tokens == NEW
-    assert story.worker("w3").corrupt
+    assert story.worker("w3").health.corrupt
     story.tell(contradicts("w3", OTHER))
     story.wait(61)
     story.tell(contradicts("w3", OTHER))
@@ -123,11 +123,11 @@ def test_a_worker_convicted_by_an_outvoted_golden_returns_with_one_good_answer_t
     story = agreed(4)
     story.tell(contradicts("w3", whole=False))  # its whole answer is unknown
     story.tell(contradicts("w0"), contradicts("w1"), contradicts("w2"))
-    assert story.worker("w3").corrupt
+    assert story.worker("w3").health.corrupt
     story.tell(passed("w3", canary="c2"))
-    assert story.worker("w3").corrupt
+    assert story.worker("w3").health.corrupt
     story.tell(passed("w3"))
-    assert not story.worker("w3").corrupt
+    assert not story.worker("w3").health.corrupt
 
 
 def test_results_compared_with_an_outvoted_golden_convict_no_worker_afterwards() -> None:
@@ -136,7 +136,7 @@ def test_results_compared_with_an_outvoted_golden_convict_no_worker_afterwards()
     story.tell(contradicts("w0"), contradicts("w1"))
     late = replace(contradicts("w1"), sent_under=before)
     story.tell(passed("w1"), late, fresh=False)
-    assert not story.worker("w1").corrupt
+    assert not story.worker("w1").health.corrupt
 
 
 @pytest.mark.parametrize("field", ["server", "account"])
@@ -186,6 +186,7 @@ class Servers:
             assert any(worker.routable for worker in self.story.fleet.workers.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_rolling_update_of_2_3_or_8_servers_in_any_order_always_leaves_one_that_serves(

@@ -96,7 +96,7 @@ def test_a_retired_golden_convicts_no_worker_and_one_good_answer_to_the_next_one
     story.tell(proposed("w1", NEW))
     assert golden(story).status == "provisional"
     story.tell(passed("w0"))
-    assert not story.worker("w0").corrupt
+    assert not story.worker("w0").health.corrupt
     assert golden(story).by == ("w0", "w1")
 
 

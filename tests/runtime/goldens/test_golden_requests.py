@@ -36,7 +36,7 @@ async def test_the_goldens_of_a_lone_worker_are_agreed_when_an_operator_approves
         assert len(fact.canaries) == 4 and fact.command == "id-1" and fact.until is not None
         assert statuses(world) == {"agreed"}
         world.plane.workers["w0"].corrupt = lambda request: True
-        await world.until(lambda: world.fleet.workers["w0"].corrupt, 60)
+        await world.until(lambda: world.fleet.workers["w0"].health.corrupt, 60)
 
 
 async def test_an_updated_worker_returns_when_its_answers_are_approved() -> None:
@@ -46,7 +46,7 @@ async def test_an_updated_worker_returns_when_its_answers_are_approved() -> None
     async with world.running():
         await world.pass_time(30)
         world.plane.workers["w0"].weights = 1
-        await world.until(lambda: world.fleet.workers["w0"].corrupt, 60)
+        await world.until(lambda: world.fleet.workers["w0"].health.corrupt, 60)
         await world.until(lambda: len(next(iter(world.fleet.goldens.values())).contradictions) == 1, 60)
         await world.pass_time(30)  # all canaries were asked again
         await ask(world, act="approve", worker="w0")
@@ -88,11 +88,12 @@ async def test_an_imported_golden_is_asked_although_its_question_is_not_in_the_p
     answer = GoldenAnswer(canary="theirs", prompt=(5, 6, 7), tokens=(1, 2, 3))
     async with world.running():
         await ask(world, act="approve", canary_key=key, answers=(answer,))
-        await world.until(lambda: world.fleet.workers["w0"].corrupt, 60)
+        await world.until(lambda: world.fleet.workers["w0"].health.corrupt, 60)
     prompts = [tuple(request.tokens) for request in world.plane.workers["w0"].requests]
     assert (5, 6, 7) in prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wish", "why"),
     [

@@ -33,11 +33,11 @@ def serving(world: World) -> list[str]:
     return [name for name, worker in world.fleet.workers.items() if worker.routable]
 
 
-async def watched(world: World, seconds: float) -> None:
+async def watched(world: World, seconds: float, every_s: float = 0.25) -> None:
     """Let time pass, and assert that a worker serves at every moment."""
     end = world.clock.monotonic() + seconds
     while world.clock.monotonic() < end:
-        await world.pass_time(0.25)
+        await world.pass_time(every_s)
         assert serving(world), f"no worker serves at {world.clock.monotonic():.1f}"
 
 
@@ -45,6 +45,7 @@ def returned(world: World, *names: str) -> bool:
     return all(world.status(name) == "HEALTHY" and world.fleet.workers[name].weight == 1.0 for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))], ids=str)
 async def test_a_rolling_update_of_two_or_three_servers_always_leaves_one_serving(
     order: tuple[int, ...],
@@ -61,10 +62,11 @@ async def test_a_rolling_update_of_two_or_three_servers_always_leaves_one_servin
         first = [f"w{number}" for number in order[:2]]
         assert returned(world, *first)
         assert len({fact.canary for fact in world.facts(GoldenRetired)}) == 4
-        await watched(world, 600)
+        await watched(world, 600, every_s=1)
     assert returned(world, *(f"w{number}" for number in order))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5, 6, 7), (7, 2, 5, 0, 3, 6, 1, 4)], ids=str)
 async def test_a_rolling_update_of_eight_servers_leaves_half_of_them_or_more(order: tuple[int, ...]) -> None:
     world = await fleet(8)
@@ -76,11 +78,12 @@ async def test_a_rolling_update_of_eight_servers_leaves_half_of_them_or_more(ord
             for _ in range(100):
                 await world.pass_time(0.25)
                 fewest = min(fewest, len(serving(world)))
-        await watched(world, 900)
+        await watched(world, 900, every_s=1)
     assert fewest >= 3
     assert returned(world, *(f"w{number}" for number in order))
 
 
+@pytest.mark.slow
 async def test_the_first_updated_worker_returns_within_a_minute_of_the_new_golden_without_a_command() -> None:
     world = await fleet(2)
     async with world.running():
@@ -106,10 +109,11 @@ async def test_a_worker_that_agrees_with_neither_answer_is_still_convicted() -> 
             world.plane.workers[name].weights = 1
         await world.until(lambda: returned(world, "w0", "w1", "w2"), 200)
         await world.pass_time(120)
-    assert world.fleet.workers["w3"].corrupt
+    assert world.fleet.workers["w3"].health.corrupt
     assert not world.fleet.workers["w3"].routable
 
 
+@pytest.mark.slow
 async def test_one_corrupt_worker_never_outvotes_the_others() -> None:
     world = await fleet(2)
     async with world.running():
@@ -117,10 +121,11 @@ async def test_one_corrupt_worker_never_outvotes_the_others() -> None:
         world.plane.workers["w0"].corrupt = lambda request: True
         await world.pass_time(600)
     assert not world.facts(GoldenRetired)
-    assert world.fleet.workers["w0"].corrupt
+    assert world.fleet.workers["w0"].health.corrupt
     assert returned(world, "w1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["server", "account"])
 async def test_workers_of_one_server_or_one_broker_account_have_one_vote(shared: str) -> None:
     world = World(SETTINGS)
@@ -136,6 +141,7 @@ async def test_workers_of_one_server_or_one_broker_account_have_one_vote(shared:
     assert returned(world, "w2")
 
 
+@pytest.mark.slow
 async def test_new_weights_that_only_change_logprobs_are_agreed_as_well() -> None:
     world = await fleet(3)
     async with world.running():
@@ -149,6 +155,7 @@ async def test_new_weights_that_only_change_logprobs_are_agreed_as_well() -> Non
         await world.until(lambda: returned(world, "w0", "w1", "w2"), 900)
 
 
+@pytest.mark.slow
 async def test_with_deciders_version_5_the_golden_stays_and_the_fleet_is_lost() -> None:
     """The behaviour of version 5: kept as the reason for the new rules, and for journals of that version."""
     policy = FleetPolicy(golden=GoldenPolicy(outvote=False), budget=BudgetPolicy(keep_last=False))
@@ -163,6 +170,7 @@ async def test_with_deciders_version_5_the_golden_stays_and_the_fleet_is_lost() 
     assert not world.facts(GoldenRetired)
 
 
+@pytest.mark.slow
 async def test_the_last_serving_worker_is_removed_only_when_another_serves_again() -> None:
     world = await fleet(2)
     async with world.running():
@@ -183,6 +191,7 @@ async def test_the_last_serving_worker_is_removed_only_when_another_serves_again
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
 async def test_goldens_given_by_only_one_worker_do_not_block_an_update(order: tuple[int, int]) -> None:
     """The second server is updated before every canary was asked there."""

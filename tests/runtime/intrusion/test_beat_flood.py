@@ -1,10 +1,11 @@
 """Heartbeats have a budget per worker, checked before decoding; a worker that exceeds it is reported."""
 
+from memory_bus import MemoryBus
+
 from controller.adapters.clock import SystemClock
 from controller.runtime.beats import Beats
 from events import subjects
 from events.intrusion.send_budget import traffic
-from events.nats.bus import MemoryBus
 
 AT = "2026-01-01T00:00:00+00:00"
 

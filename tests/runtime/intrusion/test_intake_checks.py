@@ -101,11 +101,11 @@ class Reports:
 async def test_a_flood_is_dropped_before_the_journal_reported_and_its_sender_ejected() -> None:
     reports, now = Reports(), [0.0]
     intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: now[0])  # type: ignore[arg-type]
-    subject, size = subjects.said(USER, subjects.subject(LEFT)).encode(), 3 * 1024 * 1024
-    intake.hear(subject, b"", bytes(size), None)  # no reply address: refused, and counted
+    subject, size = subjects.fact_of_worker(USER, subjects.subject(LEFT)).encode(), 3 * 1024 * 1024
+    intake.receive(subject, b"", bytes(size), None)  # no reply address: refused, and counted
     assert "have an answer sent to" in reports.said[0][1]
     for _ in range(int(ControllerBudgets().facts_burst) + 2):
-        intake.hear(subject, b"_INBOX.worker-w0.x.1", bytes(size), None)
+        intake.receive(subject, b"_INBOX.worker-w0.x.1", bytes(size), None)
     assert not intake.unanswered, "none of them is on the way to the journal"
     assert reports.said[1][:2] == (USER, f"publish facts beyond its budget: {size} bytes")
     assert reports.said[1][4] is False and reports.said[-1][2:] == ("w0", "w0-1", True)
@@ -115,10 +115,10 @@ async def test_a_worker_that_floods_slowly_is_ejected_before_it_fills_the_journa
     """It stays within the budget per second, and in a day publishes less than a hundredth of the journal's capacity."""
     reports, now = Reports(), [0.0]
     intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: now[0])  # type: ignore[arg-type]
-    subject, size = subjects.said(USER, subjects.subject(LEFT)).encode(), 60_000
+    subject, size = subjects.fact_of_worker(USER, subjects.subject(LEFT)).encode(), 60_000
     taken = 0
     while now[0] < 86_400.0 and not any(eject for *_, eject in reports.said):
-        intake.hear(subject, b"", bytes(size), None)  # without a reply address: counted, and not published
+        intake.receive(subject, b"", bytes(size), None)  # without a reply address: counted, and not published
         taken, now[0] = taken + size, now[0] + 0.25
     assert reports.said[-1] == (
         USER,
@@ -145,8 +145,8 @@ async def test_a_sender_that_names_another_source_is_reported_and_ejected(
     intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: 0.0)  # type: ignore[arg-type]
     more = {"ce-type": said["ce_type"]} if "ce_type" in said else {}
     head = headers(LEFT, said.get("source", "worker:w0:life"), said.get("number", 1), **more)
-    subject = subjects.said(USER, subjects.subject(LEFT)).encode()
-    intake.hear(subject, b"_INBOX.worker-w0.x.1", codec.encode_body(LEFT), head)
+    subject = subjects.fact_of_worker(USER, subjects.subject(LEFT)).encode()
+    intake.receive(subject, b"_INBOX.worker-w0.x.1", codec.encode_body(LEFT), head)
     await until(lambda: not intake.unanswered, 10)
     ((account, reason, *life),) = reports.said
     assert account == USER and reason.startswith(tried) and life == ["w0", "w0-1", eject]
@@ -161,5 +161,5 @@ def test_an_answer_goes_only_to_the_sender() -> None:
         b"_INBOX.worker-w1.x.1",
         b"_INBOX.worker-w0x.1",
     ):
-        intake.hear(subjects.said(USER, subjects.subject(LEFT)).encode(), elsewhere, b"{}", None)
+        intake.receive(subjects.fact_of_worker(USER, subjects.subject(LEFT)).encode(), elsewhere, b"{}", None)
     assert len(reports.said) == 4 and not intake.unanswered

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from fleet_history import History
+from memory_bus import MemoryBus
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet, FleetPolicy
 from controller.runtime.beats import Beats
@@ -12,7 +13,6 @@ from controller.runtime.fleet_versions import ANNOUNCED_S, LISTEN_S, FleetVersio
 from controller.runtime.settings import VersionSettings
 from events import subjects
 from events.journal.port import JournalUnavailable
-from events.nats.bus import MemoryBus
 from events.versions import Known, new_kinds
 
 SOAK_S = 900.0
@@ -84,7 +84,7 @@ class Watch:
 
     @property
     def wish(self) -> object:
-        return self.versions.wish(self.fleet)
+        return self.versions.next_in_force(self.fleet)
 
 
 async def test_nothing_is_put_in_force_before_the_soak_time_is_over() -> None:
@@ -95,7 +95,7 @@ async def test_nothing_is_put_in_force_before_the_soak_time_is_over() -> None:
     due = watch.versions.due_in_s()
     assert due is not None and 0 < due < 20
     await watch.pass_(25, "controller:a:1", "frontend:f:1")
-    wish = watch.versions.wish(watch.fleet)
+    wish = watch.versions.next_in_force(watch.fleet)
     assert wish is not None and wish.kinds == new_kinds() and wish.deciders_version == DECIDERS_VERSION
     watch.fleet = replace(watch.fleet, kinds=wish.kinds, deciders_version=wish.deciders_version)
     await watch.versions.look()
@@ -118,7 +118,7 @@ async def test_a_process_that_does_not_know_everything_holds_new_kinds_back(what
         if what == "worker":
             watch.fleet = replace(OLD, workers=living)
         await watch.pass_(1, "controller:a:1")
-    wish = watch.versions.wish(watch.fleet)
+    wish = watch.versions.next_in_force(watch.fleet)
     if (
         what == "announces less"
     ):  # it reads no decisions, so it holds back kinds but no version of the deciders
@@ -169,10 +169,10 @@ async def test_an_operator_allows_everything_until_the_deadline_and_once() -> No
     until = watch.clock.now()
     assert watch.versions.allow("ann", "c1", until) is not None
     watch.clock.advance(1.0)
-    assert watch.versions.wish(watch.fleet) is None, "its deadline has passed"
+    assert watch.versions.next_in_force(watch.fleet) is None, "its deadline has passed"
     wish = watch.versions.allow("ann", "c2", None)
     assert wish is not None and (wish.by, wish.command) == ("ann", "c2")
-    assert watch.versions.wish(watch.fleet) == wish
+    assert watch.versions.next_in_force(watch.fleet) == wish
     watch.fleet = replace(watch.fleet, kinds=wish.kinds, deciders_version=wish.deciders_version)
     assert watch.wish is None and watch.versions.allow("ann", "c3", None) is None
 

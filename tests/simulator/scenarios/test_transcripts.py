@@ -17,6 +17,7 @@ from events.decisions import SpareActivated
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provisioned", [1.067, 1.0])
 def test_one_gpu_of_a_group_fails_with_23_requests_in_flight(provisioned: float) -> None:
     expected = (HERE / f"group_failure_{provisioned:.1%}.txt".replace("%", "")).read_text()
@@ -28,6 +29,7 @@ def test_n21_the_level_is_none_if_fifteen_groups_meet_the_slo_and_level_1_if_the
     assert "after the failure LEVEL_1" in (HERE / "group_failure_100.0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_n18_with_a_spare_all_sixteen_groups_serve_again_at_once_and_the_level_stays() -> None:
     """A spare is a whole loaded group: it takes the place within a second, and the failed group returns after a minute."""
     expected = (HERE / "group_failure_100.0_spare.txt").read_text()
@@ -38,12 +40,14 @@ def test_n18_with_a_spare_all_sixteen_groups_serve_again_at_once_and_the_level_s
     assert failure.first(SpareActivated, "g6") < SECOND, "in the first document it is restored after 61 s"
 
 
+@pytest.mark.slow
 def test_n15_what_is_computed_again_lies_within_one_and_a_half_times_the_even_spread() -> None:
     failure = GroupFailure(1.067)
     asyncio.run(failure.play())
     assert failure.load.total() > 23 * 2048 and failure.most_over_even <= 1.5
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_transcript(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--scenario", "group-failure"]) == 0
     assert capsys.readouterr().out == (HERE / "group_failure_106.7.txt").read_text()
