@@ -37,6 +37,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._seconds = 1000.0
         self._serving: dict[int, Callable[[], Any]] = {}
+        self._ports: dict[socket.socket, int] = {}
         super().__init__(_Jumping(self._pass))
 
     def _pass(self, seconds: float) -> None:
@@ -55,7 +56,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._serving[sock.getsockname()[1]] = protocol_factory
         return server
 
-    async def create_connection(self, protocol_factory: Any, host: Any, port: Any, **_: Any) -> Any:  # type: ignore[override]
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:
+        """Record to which port a socket is to be connected: aiohttp then passes the socket to `create_connection`."""
+        self._ports[sock] = address[1]
+
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **_: Any
+    ) -> Any:
+        if sock is not None:
+            port = self._ports.pop(sock)
+            sock.close()
         ours, theirs = socket.socketpair()
         await self.connect_accepted_socket(self._serving[port], theirs)
         return await super().create_connection(protocol_factory, sock=ours)

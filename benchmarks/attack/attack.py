@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attack.parts import PARTS, Part, Seen
-from controller.processes.children import die_with
+from controller.adapters.embedded.server import die_with
 from controller.terminal_text import USUAL, columns, fitted
 
 ROOT = Path(__file__).parents[2]

@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 
 from benchmarks.attack.rogue import FLOODS
+from benchmarks.local_fleet import LocalFleet
 from benchmarks.serving.abuse import Address, honest, quantiles_ms
-from controller.demo.fleet import DemoFleet
 from events.observations import IntrusionRefused, WorkerJoined
 
 TIMES_MAX = 3.0
@@ -54,7 +54,7 @@ async def most_mb(pid: int, over: asyncio.Event) -> float:
 
 
 async def flood(
-    fleet: DemoFleet, kind: str, name: str, seconds: float, targets: Sequence[str]
+    fleet: LocalFleet, kind: str, name: str, seconds: float, targets: Sequence[str]
 ) -> dict[str, Any]:
     """Let one rogue worker join and flood; return what the other clients saw."""
     (broker,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "nats")
@@ -89,7 +89,7 @@ async def flood(
     }
 
 
-async def reported(fleet: DemoFleet, name: str, kind: str) -> list[IntrusionRefused]:
+async def reported(fleet: LocalFleet, name: str, kind: str) -> list[IntrusionRefused]:
     """Return the reports about one worker, once there is one."""
     found: list[IntrusionRefused] = []
     with contextlib.suppress(TimeoutError):
@@ -105,7 +105,7 @@ async def reported(fleet: DemoFleet, name: str, kind: str) -> list[IntrusionRefu
 async def measure(seconds: float) -> dict[str, Any]:
     """Return what honest clients saw alone and under each flood."""
     with tempfile.TemporaryDirectory(prefix="holdfast-compromised-") as folder:
-        fleet = DemoFleet.start(
+        fleet = LocalFleet.start(
             Path(folder) / "data", "--workers", "2", "--itl-ms", "20", "--planner-mode", "off"
         )
         try:

@@ -27,7 +27,8 @@ from typing import Any
 import psutil
 
 from benchmarks.attack.odd_requests import Odd, odd_request, posted
-from controller.demo.fleet import DemoFleet, NotAsExpected
+from benchmarks.local_fleet import LocalFleet
+from controller.demo.fleet import NotAsExpected
 from events.observations import RequestFailed, RequestSuspected
 
 WORKERS = 2
@@ -161,7 +162,7 @@ async def tell_all(address: Address, requests: Sequence[Odd], at_once: int) -> T
     return told
 
 
-def lives(fleet: DemoFleet) -> dict[int, tuple[float, str]]:
+def lives(fleet: LocalFleet) -> dict[int, tuple[float, str]]:
     """Return the processes that `up` has started, by pid, with start time and name. A database's own processes vary."""
     found = {}
     for process in psutil.Process(fleet.process.pid).children():
@@ -178,7 +179,7 @@ def well(status: dict[str, Any]) -> bool:
     )
 
 
-async def fuzzed(fleet: DemoFleet, requests: Sequence[Odd], at_once: int) -> dict[str, Any]:
+async def fuzzed(fleet: LocalFleet, requests: Sequence[Odd], at_once: int) -> dict[str, Any]:
     """Send the requests to a fleet that is ready; return the result."""
     await fleet.until(
         lambda status: well(status) and status["projector"]["lag"] == 0
@@ -219,7 +220,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start a fleet, send the requests, and return the result."""
     numbers = range(args.requests) if args.only is None else [args.only]
     with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as folder:
-        fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, environment=SHORT)
+        fleet = LocalFleet.start(Path(folder) / "data", *FLAGS, environment=SHORT)
         try:
             await fleet.ready()
             began = time.monotonic()

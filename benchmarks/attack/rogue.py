@@ -185,7 +185,7 @@ class RogueWorker:
 
     def _facts(self) -> int:
         left = WorkerLeft(worker=self.name, instance="none", mode="graceful", exit=0)
-        subject = subjects.said(urls.user(self.url), subjects.subject(left))
+        subject = subjects.fact_of_worker(urls.user(self.url), subjects.subject(left))
         return self._post(f"{subject} {urls.inbox(self.url)}.x.1 ".encode(), b"\0" * FACT_BYTES, 500)
 
     def _post(self, route: bytes, body: bytes, times: int) -> int:

@@ -25,8 +25,9 @@ import nats
 import torch
 
 from benchmarks.corruption.sdc_bench import Asked, Bench
+from benchmarks.local_fleet import LocalFleet
 from controller.demo.clients import Received, Users
-from controller.demo.fleet import DemoFleet, NotAsExpected
+from controller.demo.fleet import NotAsExpected
 from controller.runtime.settings import CanarySettings
 from controller.trace.replay.endpoint import ReplayTarget
 from events import subjects
@@ -69,7 +70,7 @@ def harmful(folder: Path, first: int) -> Iterator[tuple[int, str]]:
 class Trials:
     """A fleet under load, and its undisturbed answers."""
 
-    def __init__(self, fleet: DemoFleet, users: Users, session: ReplayTarget, broker: str) -> None:
+    def __init__(self, fleet: LocalFleet, users: Users, session: ReplayTarget, broker: str) -> None:
         self._fleet, self._users, self._session, self._broker = fleet, users, session, broker
         self._answers: list[str] = []
         self._names = itertools.count()
@@ -132,7 +133,7 @@ class Trials:
         client = await nats.connect(self._broker)
         body = json.dumps({"fault": fault, "argument": argument}).encode()
         try:
-            await client.request(subjects.chaos(VICTIM), body, timeout=5)
+            await client.request(subjects.command("chaos", VICTIM), body, timeout=5)
         finally:
             await client.close()
 
@@ -155,7 +156,7 @@ def _convicted(status: dict[str, Any]) -> bool:
 @contextlib.asynccontextmanager
 async def started(folder: Path, scratch: Path) -> AsyncIterator[Trials]:
     """Start the fleet and its users."""
-    fleet = DemoFleet.start(scratch / "data", *FLAGS, "--model", str(folder))
+    fleet = LocalFleet.start(scratch / "data", *FLAGS, "--model", str(folder))
     try:
         await fleet.ready()
         status = await fleet.healthy(WORKERS)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from controller.adapters.clock import VirtualClock
+from controller.adapters.clock import SystemClock
 from controller.deciders.fleet import Fleet, evolve
 from controller.deciders.golden import Golden
 from controller.ports import OthersWork
@@ -21,7 +21,7 @@ from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.canary.turn import CanaryTurn
 from controller.runtime.settings import CanarySettings
 from events.fact import Recorded
-from events.journal.memory import MemoryJournal, MemoryStream
+from events.journal.discarding import DiscardingJournal
 from events.observations import CheckType, Profile, TopK, WorkerJoined, canary_key
 from events.wire import Chunk, Generate, Logprob
 
@@ -63,7 +63,7 @@ class RightAnswers:
 class Unmeasured:
     """A meter that discards its input."""
 
-    def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
+    def count_probe(self, worker: str, check_type: CheckType, seconds: float) -> None:
         """Count nothing."""
 
     def spent(self, worker: str, gpu_seconds: float) -> None:
@@ -79,7 +79,7 @@ def schedule(questions: Sequence[Question], settings: CanarySettings) -> list[st
 
 
 async def _asked(questions: Sequence[Question], settings: CanarySettings) -> list[str]:
-    prober, clock = RightAnswers(questions), VirtualClock()
+    prober, clock = RightAnswers(questions), SystemClock()
     joined = _joined()
     fleet = evolve(Fleet(), Recorded(1, clock.now(), joined, "1"))
     key = joined.canary_key
@@ -92,8 +92,9 @@ async def _asked(questions: Sequence[Question], settings: CanarySettings) -> lis
     async def vocabulary(tokenizer: str) -> Vocabulary:
         return Vocabulary(lambda text: list(text.encode()), 256)
 
-    journal = MemoryJournal(MemoryStream(clock=clock.now), "controller:bench")
-    tools = ProberDependencies(journal, prober, clock, Unmeasured(), vocabulary, leading=lambda: True)
+    tools = ProberDependencies(
+        DiscardingJournal(), prober, clock, Unmeasured(), vocabulary, leading=lambda: True
+    )
     runner = CanaryRunner(lambda: (fleet, 0), tools, settings)
     turn = CanaryTurn()
     for _ in range(ROUNDS * len(questions) * max(1, settings.sampled_every)):

@@ -30,9 +30,9 @@ from typing import Any
 from benchmarks.corruption import conviction_delay
 from benchmarks.corruption.sdc_alarms import false_alarms
 from benchmarks.corruption.sdc_bench import Bench, prepared
+from benchmarks.corruption.weight_faults import KINDS, AnyFaultInjector, WeightFault, draw_fault
 from controller.runtime.canary.goldens import GoldenDifference
 from workers.engines.tiny import build_tiny
-from workers.engines.transformers.faults import KINDS, WeightFault, WeightFaultInjector, draw_fault
 
 FREE_RUN_EVERY = 50
 # engines.md, top-5 within 1e-3: detected faults, those of them that altered user tokens, faults that altered user tokens.
@@ -63,7 +63,7 @@ class Seen:
 
 
 def examined(
-    bench: Bench, fault: WeightFault, surgeon: WeightFaultInjector, healthy: int, free_run: bool
+    bench: Bench, fault: WeightFault, surgeon: AnyFaultInjector, healthy: int, free_run: bool
 ) -> Seen:
     """Inject one fault, record what users and canaries see, and revert it."""
     surgeon.inflict(fault)
@@ -106,7 +106,7 @@ def delay(bench: Bench, seen: Sequence[Seen]) -> dict[str, Any]:
 def measured(bench: Bench, kind: str, faults: int, seed: int) -> Iterator[Seen]:
     """Yield the effect of each of `faults` faults of one kind; other seeds draw other faults."""
     weights = bench.stepper.model.parameters()
-    surgeon, healthy, draw = WeightFaultInjector(weights), bench.checksum(), random.Random(f"{kind}/{seed}")
+    surgeon, healthy, draw = AnyFaultInjector(weights), bench.checksum(), random.Random(f"{kind}/{seed}")
     for number in range(faults):
         fault = draw_fault(weights, kind, draw)
         yield examined(bench, fault, surgeon, healthy, free_run=number % FREE_RUN_EVERY == 0)

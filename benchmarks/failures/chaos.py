@@ -31,7 +31,7 @@ import structlog
 import uvloop
 
 from benchmarks.serving.inside import METHODS, Answer, Inside, inside, unsaid
-from controller.adapters.embedded.servers import start_nats
+from controller.adapters.embedded.nats import start_nats
 from controller.demo.clients import TokenDifference, compare
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from events.observations import RequestAbandoned, RequestMigrated

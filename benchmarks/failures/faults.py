@@ -24,10 +24,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.embedded.accounts import DatabaseAccounts
-from controller.adapters.embedded.servers import start_nats, start_postgres
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.postgres import start_postgres
 from controller.demo.clients import Received, TokenDifference, Users, compare
-from controller.demo.fleet import DemoFleet
 from controller.trace.replay.endpoint import ReplayTarget
 from events import wire
 from events.decisions import HealthChanged, HealthStatus
@@ -53,7 +54,7 @@ PROMPTS = [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(STR
 class Bench:
     """One fleet, its users, and the undisturbed answers."""
 
-    def __init__(self, fleet: DemoFleet, users: Users, session: ReplayTarget) -> None:
+    def __init__(self, fleet: LocalFleet, users: Users, session: ReplayTarget) -> None:
         self.fleet, self.users, self.session = fleet, users, session
         self.answers: list[list[str]] = []
         self.rounds = 0
@@ -92,7 +93,7 @@ def _out(worker: str, status: dict[str, Any]) -> bool:
 async def bench(*flags: str, environment: dict[str, str] | None = None) -> AsyncIterator[Bench]:
     """Start a fleet and its users."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
-        fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, *flags, environment=environment)
+        fleet = LocalFleet.start(Path(folder) / "data", *FLAGS, *flags, environment=environment)
         try:
             await fleet.ready()
             await fleet.healthy(WORKERS)

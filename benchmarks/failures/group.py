@@ -124,7 +124,7 @@ class Fleet:
     async def connect(self, numbers: range) -> None:
         """Connect to these workers, and route to them."""
         wanted = {f"w{n}": Address("", f"tcp://127.0.0.1:{self._first + n}") for n in numbers}
-        self.plane.want(wanted)
+        self.plane.set_workers(wanted)
         await until(lambda: len(self.plane.connected) == len(wanted))
         self.director.set_static([_joined(worker, life) for worker, life in self.plane.connected.items()])
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.local_fleet import LocalFleet
 from controller.demo.clients import Received, Users
-from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import Operator
 from controller.trace.replay.endpoint import ReplayTarget
 from events.observations import CanaryPassed, RequestMigrated
@@ -68,7 +68,7 @@ class Move:
 class Bench:
     """A fleet and its one user."""
 
-    def __init__(self, fleet: DemoFleet, operator: Operator, users: Users, session: ReplayTarget) -> None:
+    def __init__(self, fleet: LocalFleet, operator: Operator, users: Users, session: ReplayTarget) -> None:
         self._fleet, self._operator, self._users, self._session = fleet, operator, users, session
         self._names = itertools.count()
 
@@ -131,7 +131,9 @@ def measured(times: Sequence[float], asked: float, fact: RequestMigrated) -> Mov
 async def bench(model: Path, prompts: Sequence[Sequence[int]]) -> AsyncIterator[Bench]:
     """Start a fleet."""
     with tempfile.TemporaryDirectory(prefix="holdfast-moves-") as folder:
-        fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, "--model", str(model), environment=ENVIRONMENT)
+        fleet = LocalFleet.start(
+            Path(folder) / "data", *FLAGS, "--model", str(model), environment=ENVIRONMENT
+        )
         try:
             await fleet.ready()
             status = await fleet.healthy(2)

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.failures.xid import SHIM
+from benchmarks.local_fleet import LocalFleet
 from controller.demo.clients import Received, Users
-from controller.demo.fleet import DemoFleet
 from events.fact import Recorded
 from events.observations import RequestExposed, RequestMigrated
 
@@ -114,7 +114,7 @@ class Recovery:
 class Bench:
     """One fleet with its driver stand-in."""
 
-    def __init__(self, fleet: DemoFleet, users: Users, folder: Path, gpus: Any) -> None:
+    def __init__(self, fleet: LocalFleet, users: Users, folder: Path, gpus: Any) -> None:
         self.fleet, self.users, self.gpus = fleet, users, gpus
         self._driver = {"LD_LIBRARY_PATH": str(folder), "NVML_SHIM_STATE": str(folder / "gpus")}
 
@@ -260,7 +260,7 @@ async def bench() -> AsyncIterator[Bench]:
         folder.chmod(0o755)
         shim.build(folder)
         gpus = shim.gpus(folder / "gpus", 4)
-        fleet = DemoFleet.start(folder / "data", *FLAGS, environment=PREFILL)
+        fleet = LocalFleet.start(folder / "data", *FLAGS, environment=PREFILL)
         try:
             await fleet.ready()
             status = await fleet.healthy(2)

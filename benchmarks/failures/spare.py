@@ -23,7 +23,8 @@ from typing import Any
 
 import aiohttp
 
-from controller.demo.fleet import DemoFleet, NotAsExpected
+from benchmarks.local_fleet import LocalFleet
+from controller.demo.fleet import NotAsExpected
 from controller.replay.sentences import line
 
 FAULTS = ("kill", "hang", "xid")
@@ -71,7 +72,7 @@ def _spares(status: dict[str, Any]) -> list[str]:
     return ready if len(well) == 3 and sum(w["weight"] == 1 for w in well) == 2 else []
 
 
-async def trial(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> float:
+async def trial(fleet: LocalFleet, clients: Clients, fault: str, number: int) -> float:
     """Break a serving worker; return the milliseconds until the spare's first answer. Raise NotAsExpected."""
     status = await fleet.until(lambda one: bool(_spares(one)), WITHIN_S)
     (spare,) = _spares(status)
@@ -92,7 +93,7 @@ async def trial(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> 
     return (clients.began[spare] - began) * 1000
 
 
-async def told(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> float:
+async def told(fleet: LocalFleet, clients: Clients, fault: str, number: int) -> float:
     """Return the result of `trial`, and print the events of a slow one."""
     before = (await fleet.events())[-1].seq
     took_ms = await trial(fleet, clients, fault, number)
@@ -106,7 +107,7 @@ async def told(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> f
 async def measured(fault: str, trials: int, tp: int) -> dict[str, Any]:
     """Return the figures of one fault."""
     with tempfile.TemporaryDirectory(prefix="holdfast-spare-") as folder:
-        fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, environment={"HOLDFAST_WORKER_TP": str(tp)})
+        fleet = LocalFleet.start(Path(folder) / "data", *FLAGS, environment={"HOLDFAST_WORKER_TP": str(tp)})
         try:
             await fleet.ready()
             await asyncio.sleep(SETTLES_S)

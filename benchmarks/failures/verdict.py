@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.failures.faults import spread
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.runtime.view import FleetView
 from events.journal.nats import NatsJournal
 from events.observations import CanaryFailed, ResumeRequested, WorkerJoined
@@ -61,7 +61,7 @@ async def out_after(journal: NatsJournal, views: Sequence[FleetView], name: str)
 async def measure(trials: int) -> dict[str, Any]:
     """Convict workers in turn, and reverse each conviction before the next."""
     with tempfile.TemporaryDirectory(prefix="holdfast-verdict-") as folder:
-        fleet = DemoFleet.start(Path(folder) / "data", *FLAGS)
+        fleet = LocalFleet.start(Path(folder) / "data", *FLAGS)
         try:
             await fleet.ready()
             await fleet.healthy(3)

@@ -32,15 +32,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local_fleet import LocalFleet
 from controller.commands.operator_commands import event_line
 from controller.deciders.fleet import Fleet, evolve
 from controller.demo.clients import Received, Users
-from controller.demo.fleet import DemoFleet, NotAsExpected
+from controller.demo.fleet import NotAsExpected
 from controller.processes.operator_client import Operator, OperatorRefused, operator_name
 from controller.trace.replay.endpoint import ReplayTarget
 from events.errors import HoldfastError
 from events.fact import Recorded
-from events.observations import CanaryFailed, ChaosInjected, RequestFailed, ShutdownBegan, WorkerJoined
+from events.observations import (
+    CanaryFailed,
+    ChaosInjected,
+    RequestAbandoned,
+    RequestFailed,
+    ShutdownBegan,
+    WorkerJoined,
+)
 from events.order import Order
 
 VERBS = ("kill", "hang", "error", "blackhole", "slow", "drain", "move", "restart")
@@ -97,7 +105,7 @@ class Found:
 class Walk:
     """One run."""
 
-    def __init__(self, fleet: DemoFleet, users: Users, args: argparse.Namespace) -> None:
+    def __init__(self, fleet: LocalFleet, users: Users, args: argparse.Namespace) -> None:
         self.found = Found()
         self._fleet, self._users, self._args = fleet, users, args
         self._dice = random.Random(args.seed)
@@ -283,6 +291,9 @@ def report(
     found, can = walk.found, able(events)
     needless = [one for one in found.turned if not without_worker(can, one.at - BEFORE_S, one.at)]
     refusals = [one for one in found.turned if one.status == "503"]
+    reasons = {
+        event.fact.request: event.fact.reason for event in events if isinstance(event.fact, RequestAbandoned)
+    }
     return {
         "seconds": round(ended - began, 1),
         "faults": dict(sorted(found.faults.items())),
@@ -298,7 +309,10 @@ def report(
         "other errors not needed": sum(one.status != "503" for one in needless),
         "no worker could serve, s": round(sum(b - a for a, b in without_worker(can, began, ended)), 2),
         "all well again after, s": None if back_s is None else round(back_s, 1),
-        "examples": [f"{one.request}: {one.says}" for one in needless[:5]],
+        "examples": [
+            f"{one.request}: {one.says} ({reasons.get(one.request, 'no reason in the journal')})"
+            for one in needless[:5]
+        ],
     }
 
 
@@ -311,7 +325,7 @@ def came_through(found: Mapping[str, Any]) -> bool:
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run once and return what was found."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
-        fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, "--workers", str(args.workers))
+        fleet = LocalFleet.start(Path(folder) / "data", *FLAGS, "--workers", str(args.workers))
         try:
             await fleet.ready()
             status = await fleet.healthy(args.workers)
@@ -331,7 +345,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep(
-    folder: Path, fleet: DemoFleet, found: dict[str, Any], walk: Walk, events: Sequence[Recorded]
+    folder: Path, fleet: LocalFleet, found: dict[str, Any], walk: Walk, events: Sequence[Recorded]
 ) -> None:
     """Keep the logs, the journal and the users' answers for later inspection."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.failures.faults import spread
 from benchmarks.failures.verdict import FLAGS, VIEWS, WITHIN_S
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.router.endpoints import Endpoint, EndpointTable
 from controller.runtime.view import FleetView
 from events import wire
@@ -158,7 +158,7 @@ async def measure(trials: int) -> dict[str, Any]:
         folder = Path(name)
         shim.build(folder)
         gpu = shim.gpus(folder / "gpus", 1).gpu[0]
-        fleet = DemoFleet.start(folder / "data", *FLAGS[2:], "--workers", "2")
+        fleet = LocalFleet.start(folder / "data", *FLAGS[2:], "--workers", "2")
         try:
             await fleet.ready()
             driver = {"LD_LIBRARY_PATH": name, shim.STATE: str(folder / "gpus")}

@@ -1,61 +1,47 @@
-"""A client that only measures the time of rejections, so that it is not the bottleneck.
+"""A client that measures only the time of rejections, and so is not the bottleneck.
 
-It is a separate process with one kept-alive connection. At each arrival of the trace it sends one more request, with
-prepared bytes, and waits for the answer, unless it still waits for the last one. A request that is admitted, or has no answer
-within a second (it is queued), is cancelled and not counted.
+The client is a separate process with one kept-alive connection. At each arrival of the trace, it sends one prepared request
+and waits for the answer. An arrival is skipped if the client still waits for the previous answer. A request that is admitted,
+or that has no answer within a second because it is queued, is cancelled and not counted.
 """
 
 import asyncio
 import json
 import socket
-import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from http.client import HTTPResponse
+from multiprocessing import get_context
 from urllib.parse import urlsplit
 
 from controller.demo.fleet import NotAsExpected
 
 AT_ONCE_S = 1.0
-LATE_S = 0.05  # after which an arrival is skipped
-ENDS_WITHIN_S = 30.0  # after the last arrival
+LATE_S = 0.05  # an arrival that is later than this is skipped
 PROMPT_TOKENS, FIRST_TOKEN, TOKENS = 64, 300, 1700
 REFUSED = (429, 503, 529)
 TIER, DEADLINE_MS = "best_effort", 4000
 
 
-class RefusalClient:
-    """The process, as the benchmark sees it."""
+async def rejection_times(url: str, model: str, moments: Sequence[float]) -> list[float]:
+    """Return the duration of each rejection in seconds. `moments` are the times of sending, in seconds from now.
 
-    def __init__(self, process: asyncio.subprocess.Process, seconds: float) -> None:
-        self._process, self._seconds = process, seconds
-
-    @classmethod
-    async def start(cls, url: str, model: str, moments: Sequence[float]) -> "RefusalClient":
-        """Start it; `moments` are in seconds from now."""
-        pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, "-m", __name__)
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-        assert process.stdin is not None, "it is piped"
-        task = {"url": url, "model": model, "moments": list(moments), "began": time.time()}
-        process.stdin.write(json.dumps(task).encode())
-        process.stdin.close()
-        return cls(process, moments[-1] if moments else 0.0)
-
-    async def took_s(self) -> list[float]:
-        """Return the seconds of each rejection, after the last one. Raise NotAsExpected if the process does not end."""
-        try:
-            async with asyncio.timeout(self._seconds + ENDS_WITHIN_S):
-                said, _ = await self._process.communicate()
-        except TimeoutError:
-            self._process.kill()
-            raise NotAsExpected("the rejected client does not end") from None
-        if self._process.returncode:
-            raise NotAsExpected(f"the rejected client ended with status {self._process.returncode}")
-        return list(json.loads(said))
+    Raise NotAsExpected if the client cannot connect, or receives an error that is not a rejection. The client always ends,
+    because each of its calls has a deadline.
+    """
+    loop = asyncio.get_running_loop()
+    process = ProcessPoolExecutor(1, get_context("fork"))  # a spawned process would import all modules
+    try:
+        return await loop.run_in_executor(process, _measure, url, model, moments, time.time())
+    except OSError as error:
+        raise NotAsExpected(f"the client that times rejections has failed: {error}") from error
+    finally:
+        process.shutdown(wait=False, cancel_futures=True)  # waiting would block the loop
 
 
 def _request(host: str, model: str, number: int) -> bytes:
-    """Return a request's bytes."""
+    """Return the bytes of the request number `number`."""
     prompt = [FIRST_TOKEN + (number * PROMPT_TOKENS + n) % TOKENS for n in range(PROMPT_TOKENS)]
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}).encode()
     head = (
@@ -67,54 +53,39 @@ def _request(host: str, model: str, number: int) -> bytes:
 
 
 def _refused(connection: socket.socket, request: bytes) -> bool:
-    """Send a request and read its rejection to the end; False: it was not rejected at once, and the connection is unusable."""
+    """Send a request, and return whether it was rejected within AT_ONCE_S. If not, the connection is unusable.
+
+    Raise NotAsExpected if the answer is an error that is not a rejection.
+    """
     connection.sendall(request)
-    got = b""
+    response = HTTPResponse(connection, method="POST")
     try:
-        while b"\r\n\r\n" not in got:
-            got += _some(connection)
-        head, _, body = got.partition(b"\r\n\r\n")
-        lines = (line.partition(b":") for line in head.lower().split(b"\r\n")[1:])
-        length = next((int(value) for name, _, value in lines if name == b"content-length"), None)
-        status = int(head.split(b" ", 2)[1])
-        if status == 200 or length is None:
+        response.begin()
+        if response.status == 200 or response.length is None:
             return False
-        while len(body) < length:
-            body += _some(connection)
-        if status not in REFUSED:
-            raise SystemExit(f"{status} is not a rejection: {body[:200]!r}")
+        body = response.read()
     except TimeoutError:
         return False
+    if response.status not in REFUSED:
+        raise NotAsExpected(f"{response.status} is not a rejection: {body[:200]!r}")
     return True
 
 
-def _some(connection: socket.socket) -> bytes:
-    if not (data := connection.recv(1 << 16)):
-        raise ConnectionError("the frontend closed the connection")
-    return data
-
-
-def main() -> int:
-    """Send a request at each moment listed on standard input, and print the seconds of each rejection."""
-    task = json.load(sys.stdin)
-    url = urlsplit(task["url"])
-    where, took = (url.hostname or "", url.port or 80), list[float]()
-    requests = [_request(url.netloc, task["model"], n) for n in range(len(task["moments"]))]
+def _measure(url: str, model: str, moments: Sequence[float], began: float) -> list[float]:
+    """Send requests at these times in seconds after `began`. Return the duration of each rejection in seconds."""
+    parts = urlsplit(url)
+    where, took = (parts.hostname or "", parts.port or 80), list[float]()
+    requests = [_request(parts.netloc, model, n) for n in range(len(moments))]
     connection = socket.create_connection(where, AT_ONCE_S)
-    for moment, request in zip(task["moments"], requests, strict=True):
-        ahead_s = task["began"] + moment - time.time()
+    for moment, request in zip(moments, requests, strict=True):
+        ahead_s = began + moment - time.time()
         if ahead_s < -LATE_S:
             continue
         time.sleep(max(0.0, ahead_s))
-        began = time.perf_counter()
+        sent = time.perf_counter()
         if _refused(connection, request):
-            took.append(time.perf_counter() - began)
+            took.append(time.perf_counter() - sent)
         else:
             connection.close()
             connection = socket.create_connection(where, AT_ONCE_S)
-    print(json.dumps(took))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return took

@@ -1,20 +1,22 @@
 """A whole frontend with simulated engines, in virtual time.
 
-The code is the product's own, from the parsed head to the client's bytes.
+From the parsed head to the client's bytes, all code is the product's own, except for the request plane:
 
-    request ─▶ admission ─▶ router ─▶ plane ─▶ engines ─▶ plane ─▶ generation ─▶ the client's transport
+    request ─▶ admission ─▶ router ─▶ plane ─▶ engines ─▶ plane ─▶ driver ─▶ the client's transport
 
-Only the request plane is not the product's: it delivers frames without sockets, half a
-millisecond later, and reports the engines' load every 100 ms, as workers' heartbeats do.
+The simulated request plane (`Plane`) uses no sockets. It delivers each frame after half a millisecond, and reports the
+engines' load every 100 ms.
 """
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
+from controller.adapters.clock import SystemClock
 from controller.frontend.director import Director, World
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokens
@@ -27,77 +29,58 @@ from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Load, Reserved, Why
 from workers.config.settings import WorkerConfig
 from workers.control.membership import registration
-from workers.engines.admission import AdaptiveEngine
 from workers.engines.engine import Engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import Timing
 
 NETWORK_S = 0.0005
-REPORTS_S = 0.1
 TICK_S = 0.1
 LIFE = "1"
 
 
-class LoopClock:
+class LoopClock(SystemClock):
     """The time of the running loop. Implements `controller.ports.Clock`."""
 
     def now(self) -> datetime:
-        """Return the instant."""
+        """Return the loop's time as a datetime."""
         return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.monotonic())
 
     def monotonic(self) -> float:
-        """Return the loop's seconds."""
+        """Return the loop's time in seconds."""
         return asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait."""
-        await asyncio.sleep(seconds)
 
 
 @dataclass
 class Machines:
-    """The workers, for all frontends."""
+    """The simulated workers, shared by all frontends."""
 
     shape: EngineShape
     timing: Timing
     count: int
-    adaptive: bool = False  # they run fewer requests at once while their steps are late
     engines: dict[str, Engine] = field(default_factory=dict)
     sinks: dict[int, tuple[str, "Plane", Sink]] = field(default_factory=dict)  # by stream
-    dead: set[str] = field(default_factory=set)
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     async def start(self) -> None:
         """Start the engines."""
         for number in range(self.count):
-            name = f"w{number}"
-            engine: Engine = SimulatedEngine(self.shape, self.timing)
-            if self.adaptive:
-                engine = AdaptiveEngine(engine)
-            self.engines[name] = engine
+            engine = self.engines[f"w{number}"] = self.engine()
             await engine.start(self._said)
 
+    def engine(self) -> Engine:
+        """Create the engine of one worker."""
+        return SimulatedEngine(self.shape, self.timing)
+
     def joined(self) -> list[WorkerJoined]:
-        """Return the workers' registrations."""
+        """Return the registration of each worker."""
         return [
             registration(WorkerConfig(name=name, instance=LIFE), engine, "virtual:", (), kv_events=False)
             for name, engine in self.engines.items()
         ]
 
-    def kill(self, name: str) -> None:
-        """Kill a worker with all its requests."""
-        self.dead.add(name)
-        lost = [stream for stream, (worker, _, _) in self.sinks.items() if worker == name]
-        for stream in lost:
-            self.engines[name].cancel(stream)
-            _, plane, sink = self.sinks.pop(stream)
-            plane.own[name] -= 1
-            sink.lost("disconnected", "the worker was killed")
-            sink.flush()
-
     def _said(self, out: list[tuple[int, Chunk]]) -> None:
-        """Deliver the output of an engine's step a moment later."""
+        """Deliver the output of an engine step after NETWORK_S."""
         asyncio.get_running_loop().call_later(NETWORK_S, self._heard, out)
 
     def _heard(self, out: list[tuple[int, Chunk]]) -> None:
@@ -106,10 +89,9 @@ class Machines:
             found = self.sinks.get(stream)
             if found is None:
                 continue
-            worker, plane, sink = found
+            _, _, sink = found
             if chunk.finish is not None or chunk.error is not None:
                 del self.sinks[stream]
-                plane.own[worker] -= 1
             chunk.stream = stream
             sink.take(chunk)
             flushed[sink] = None
@@ -118,34 +100,38 @@ class Machines:
 
 
 class Plane(ConnectedWorkers):
-    """One frontend's request plane. Implements `controller.ports.RequestPlane`; nothing moves with its KV cache."""
+    """One frontend's request plane. Implements `controller.ports.RequestPlane`, but transfers no KV caches."""
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
-        self.own = dict.fromkeys(machines.engines, 0)
-        self._loads: dict[str, Load] = {}
+        self.reported: dict[str, Load] = {}  # by worker
         self._external: dict[str, Load] = {}
 
+    @property
+    def own(self) -> Counter[str]:
+        """Number of this frontend's requests at each worker."""
+        return Counter(worker for worker, plane, _ in self._machines.sinks.values() if plane is self)
+
     def report(self) -> None:
-        """Receive the load of all workers."""
+        """Record the current load of each worker, in total and without this frontend's requests."""
+        own = self.own
         for name, engine in self._machines.engines.items():
-            load = self._loads[name] = engine.load()
-            others = max(0, load.running + load.waiting - self.own[name])
-            self._external[name] = Load(running=others)
+            load = self.reported[name] = engine.load()
+            self._external[name] = Load(running=max(0, load.running + load.waiting - own[name]))
 
     def reachable(self, worker: str, instance: str) -> bool:
-        return worker not in self._machines.dead
+        return worker in self._machines.engines
 
     recently_heard = reachable
 
     def load(self, worker: str) -> Load | None:
-        return self._loads.get(worker)
+        return self.reported.get(worker)
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
         return ""
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
-        load = self._loads.get(worker)
+        load = self.reported.get(worker)
         return () if load is None else (load,)
 
     def external_load(self, worker: str) -> Load | None:
@@ -153,11 +139,8 @@ class Plane(ConnectedWorkers):
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         machines = self._machines
-        if worker in machines.dead:
-            raise WorkerUnreachable(worker)
         stream = request.stream = next(machines.numbers)
         machines.sinks[stream] = worker, self, sink
-        self.own[worker] += 1
         asyncio.get_running_loop().call_later(NETWORK_S, self._submit, worker, stream, request)
         return stream
 
@@ -167,7 +150,6 @@ class Plane(ConnectedWorkers):
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
         if self._machines.sinks.pop(stream, None) is not None:
-            self.own[worker] -= 1
             self._machines.engines[worker].cancel(stream)
 
     def draining(self, worker: str, instance: str) -> bool:
@@ -180,42 +162,39 @@ class Plane(ConnectedWorkers):
         raise WorkerUnreachable(source.worker)
 
     def stay(self, worker: str, stream: int) -> None:
-        """Do nothing: nothing moves."""
+        """Do nothing, because no KV transfer is ever under way."""
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
-        if (found := self._machines.sinks.get(stream)) is not None:
-            self._machines.sinks[stream] = (found[0], found[1], sink)
+        if stream in self._machines.sinks:
+            self._machines.sinks[stream] = worker, self, sink
 
 
-@dataclass
 class VirtualFrontend:
     """One frontend, and the facts that it has published."""
 
-    name: str
-    director: Director
-    endpoints: OpenAiEndpoints
-    plane: Plane
-    facts: list[Observation] = field(default_factory=list)
+    def __init__(self, name: str, machines: Machines, settings: FrontendSettings) -> None:
+        self.name, self.plane, self.facts = name, Plane(machines), list[Observation]()
+        dice = itertools.cycle((0.1, 0.3, 0.5, 0.7, 0.9))
+        self.director = Director(
+            World(name, self.plane, self._observe, LoopClock(), lambda: next(dice)), settings
+        )
+        self.director.go_live()
+        self.director.set_static(machines.joined())
+        self.endpoints = OpenAiEndpoints(self.director)
+        self.endpoints.tokens = _tokens
+        self.plane.report()
+
+    def _observe(self, fact: Observation, *, traceparent: str = "") -> None:
+        self.facts.append(fact)
 
     def waiting(self) -> int:
         """Return the number of queued requests."""
         return sum(self.director.admission.waiting().values())
 
-
-def _frontend(name: str, machines: Machines, settings: FrontendSettings) -> VirtualFrontend:
-    facts: list[Observation] = []
-    plane = Plane(machines)
-
-    def observe(fact: Observation, *, traceparent: str = "") -> None:
-        facts.append(fact)
-
-    dice = itertools.cycle((0.1, 0.3, 0.5, 0.7, 0.9))
-    director = Director(World(name, plane, observe, LoopClock(), lambda: next(dice)), settings)
-    director.go_live()
-    director.set_static(machines.joined())
-    endpoints = OpenAiEndpoints(director)
-    endpoints.tokens = _tokens
-    return VirtualFrontend(name, director, endpoints, plane, facts)
+    def report_to(self, other: "VirtualFrontend") -> None:
+        """Report this frontend's queued requests to another frontend, as each frontend does every second."""
+        body = {"frontend": self.name, "waiting": self.director.admission.waiting()}
+        other.director.peers.on_links("", body)
 
 
 async def _tokens(name: str) -> Tokens:
@@ -226,26 +205,19 @@ async def _tokens(name: str) -> Tokens:
 async def world(
     machines: Machines, settings: FrontendSettings, frontends: int = 1
 ) -> AsyncIterator[list[VirtualFrontend]]:
-    """Start the workers, and this number of frontends for them."""
+    """Run the workers with this number of frontends. Yield the frontends."""
     await machines.start()
-    made = [_frontend(f"f{number}", machines, settings) for number in range(frontends)]
+    made = [VirtualFrontend(f"f{number}", machines, settings) for number in range(frontends)]
 
     async def beat() -> None:
-        turn = 0
-        while True:
+        for turn in itertools.count():
             for one in made:
                 one.plane.report()
-                if turn % 10 == 0:
-                    for other in made:
-                        one.director.peers.on_links(
-                            "", {"frontend": other.name, "waiting": other.director.admission.waiting()}
-                        )
+                for other in made if turn % 10 == 0 else ():
+                    other.report_to(one)
                 one.director.tick()
-            turn += 1
             await asyncio.sleep(TICK_S)
 
-    for one in made:
-        one.plane.report()
     beating = asyncio.create_task(beat())
     try:
         yield made

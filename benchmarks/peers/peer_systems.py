@@ -18,16 +18,17 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.embedded.free_port import free_port
+from controller.adapters.embedded.server import die_with
 from controller.demo.clients import Received
-from controller.demo.fleet import DemoFleet, NotAsExpected
+from controller.demo.fleet import NotAsExpected
 from controller.frontend.openai.text.chat_templates import SIM_TEMPLATE
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
-from controller.processes.children import die_with
 from events.observations import RequestMigrated
+from events.token_bytes import BUILTIN_FILE
 
 ENGINES, ENGINES_FLAT = 3, 2
-STARTS_WITHIN_S = 60.0
+STARTS_WITHIN_S = 120.0
 VOCABULARY = 2048
 PROMPTS = [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(24)]  # no two begin alike
 
@@ -84,7 +85,7 @@ class Holdfast:
             "1",
         )  # for a quick recovery
         environment = {"HOLDFAST_WORKER_BATCH_MAX": "512"}
-        self._fleet = DemoFleet.start(self._folder, *flags, *soon, "--chaos", environment=environment)
+        self._fleet = LocalFleet.start(self._folder, *flags, *soon, "--chaos", environment=environment)
         await self._fleet.ready()
         await self.workers()
 
@@ -124,6 +125,9 @@ class Dynamo:
     def __init__(self, folder: Path, python: Path, *, flat: bool) -> None:
         self._folder, self._python, self._flat = folder, python, flat
         self._port, self._started = free_port(), 0
+        self._flags: tuple[str, ...] = ("--migration-limit", "3")  # of its frontend
+        self._processes = ENGINES_FLAT if flat else ENGINES  # engine processes
+        self._listing = self._processes  # engines that the frontend must list
         self._frontend: subprocess.Popen[bytes] | None = None
         self._workers: list[subprocess.Popen[bytes]] = []
 
@@ -132,7 +136,7 @@ class Dynamo:
         (self._folder / "discovery").mkdir()
         self._frontend = self._run(
             "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self._port),
-            "--discovery-backend", "file", "--migration-limit", "3",
+            "--discovery-backend", "file", *self._flags,
         )  # fmt: skip
         await self.workers()
 
@@ -159,12 +163,12 @@ class Dynamo:
 
         The records of their earlier requests are dropped.
         """
-        wanted, deadline = ENGINES_FLAT if self._flat else ENGINES, time.monotonic() + STARTS_WITHIN_S
+        deadline = time.monotonic() + STARTS_WITHIN_S
         while True:
             self._workers = [w for w in self._workers if w.poll() is None]
-            while len(self._workers) < wanted:  # occasionally one ends while it starts
+            while len(self._workers) < self._processes:  # occasionally one ends while it starts
                 self._workers.append(self._run(*self._engine()))
-            if await self._listed() == wanted:
+            if await self._listed() == self._listing:
                 break
             if time.monotonic() > deadline:
                 raise NotAsExpected(f"Dynamo did not start: {self._log().read_text()[-1000:]}")
@@ -182,18 +186,20 @@ class Dynamo:
         return {s.request for s in streams if PROMPTS[s.prompt][0] in given}
 
     def _engine(self) -> tuple[str, ...]:
-        model = str(self._folder / "model")
         if self._flat:
-            return (
-                "-m", "dynamo.mocker", "--model-path", model, "--model-name", "m", "--speedup-ratio", "1000000",
-                "--max-num-seqs", "1024", "--discovery-backend", "file",
-            )  # fmt: skip
+            return self._mocker("--speedup-ratio", "1000000", "--max-num-seqs", "1024")
         self._started += 1
         return (
             str(Path(__file__).with_name("peer_worker.py")),
-            model,
+            str(self._folder / "model"),
             str(self._folder / f"given-{self._started}"),
         )
+
+    def _mocker(self, *flags: str) -> tuple[str, ...]:
+        model = str(self._folder / "model")
+        return (
+            "-m", "dynamo.mocker", "--model-path", model, "--model-name", "m", *flags, "--discovery-backend", "file",
+        )  # fmt: skip
 
     def _given(self, worker: subprocess.Popen[bytes]) -> Path:
         arguments: Any = worker.args

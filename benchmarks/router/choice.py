@@ -89,12 +89,12 @@ class Fleet:
         self.index = KvIndex()
         self.slots = ActiveSequences()
         self.chooser = Chooser(self.slots)
+        links = Links(self.endpoints)
         outcomes = LocalBreakers(
-            "f1", LocalBreakerSettings(), FactSettings(), lambda fact: None, time.perf_counter
+            "f1", LocalBreakerSettings(), FactSettings(), lambda fact: None, time.perf_counter, links
         )
         for endpoint in self.endpoints:
             outcomes.outcomes(endpoint.key)
-        links = Links(self.endpoints)
         load = LoadMonitor(LoadLimits(), EndpointTable(), links, self.slots, time.perf_counter)
         self.rules = Rules(links, load, outcomes.open, frontends=2)
         system = self._tokens(tokens // 6)

@@ -19,8 +19,8 @@ from typing import get_args
 
 from benchmarks.router.virtual.trace import whole
 from benchmarks.rows import command_line
+from benchmarks.simulation import chat_traffic
 from benchmarks.simulation.synthesizer import MOONCAKE
-from controller.trace import chat
 from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceReader
 from controller.trace.synthesis import synthesize
 from events.kv import Removed
@@ -67,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=whole)
     args = parser.parse_args(argv)
     requests = args.requests or CHAT_REQUESTS
-    rows = TraceReader(args.trace, args.block_size) if args.trace else synthesize(chat.learned(), requests)
+    rows = (
+        TraceReader(args.trace, args.block_size)
+        if args.trace
+        else synthesize(chat_traffic.learned(), requests)
+    )
     try:
         prompts = [row.hash_ids for row in islice(rows, args.requests) if row.hash_ids]
     except BadTrace as error:

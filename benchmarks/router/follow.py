@@ -24,7 +24,7 @@ import uvloop
 
 from benchmarks.registration import played_worker
 from benchmarks.rows import Row, command_line, show
-from controller.adapters.embedded.servers import start_nats
+from controller.adapters.embedded.nats import start_nats
 from controller.adapters.feeds.kv_events import KvEvents
 from events.kv import KvEvent, Removed, Stored
 from events.nats.connection import BrokerConnection
@@ -58,7 +58,7 @@ class Fleet:
         for name in self.names:
             publisher = self.publishers[name] = KvPublisher(name, "i", self._connection)
             publisher.start(1)
-            await publisher.hear()
+            await publisher.subscribe()
 
     async def close(self) -> None:
         """Stop publishing."""
@@ -75,7 +75,7 @@ class Fleet:
         frontend = await KvEvents.open(self.url, "frontend")
         running = asyncio.create_task(frontend.run())
         frontend.absorb(map(joined, self.names))
-        await until(lambda: frontend.health.complete == len(self.names))
+        await until(lambda: frontend.view.health.complete == len(self.names))
         return frontend, running
 
 
@@ -93,7 +93,7 @@ async def delay(fleet: Fleet, frontend: KvEvents) -> Row:
         names = fleet.blocks(STEP_BLOCKS)
         began = time.perf_counter()
         fleet.publishers[fleet.names[number % len(fleet.names)]].announce(0, [Stored(names)])
-        await until(lambda names=names: frontend.index.find(names).device)
+        await until(lambda names=names: frontend.view.index.find(names).device)
         taken.append(1000 * (time.perf_counter() - began))
     taken.sort()
     return {"p50_ms": round(taken[DELAYS // 2], 1), "p99_ms": round(taken[DELAYS * 99 // 100], 1)}
@@ -111,7 +111,7 @@ async def events(fleet: Fleet, frontend: KvEvents, steps: int) -> Row:
         before[name] = new
         if number % AT_ONCE == 0:
             await asyncio.sleep(0)
-    await until(lambda: all(frontend.index.find(names).device for names in before.values()))
+    await until(lambda: all(frontend.view.index.find(names).device for names in before.values()))
     lasted = time.perf_counter() - began
     lost = sum(publisher.dropped for publisher in fleet.publishers.values())
     return {"steps_per_s": round(steps / lasted), "gaps": frontend.view.counts.gaps, "lost": lost}
@@ -136,7 +136,7 @@ async def restore(fleet: Fleet, blocks: int) -> Row:
     frontend, running = await fleet.follow()
     lasted = time.perf_counter() - began
     feeling.cancel()
-    assert len(frontend.index) >= blocks
+    assert len(frontend.view.index) >= blocks
     running.cancel()
     await frontend.close()
     return {"blocks": blocks, "ms": round(1000 * lasted), "pause_ms_max": round(1000 * max(pauses), 1)}

@@ -39,6 +39,7 @@ from benchmarks.router.virtual import trace
 from benchmarks.router.virtual.fleet import Fleet, Ideal, figures, shortened
 from benchmarks.router.virtual.router import Router, workers
 from benchmarks.rows import Row, command_line, show
+from controller.processes.flag_types import positive
 from controller.router.selection.score import USUAL, Pricing
 from controller.router.selection.selector import Mode
 from controller.trace.rows import TraceRow as Recorded
@@ -61,7 +62,6 @@ PANELS = {
     "hit_rate": "prefix hit rate",
     "balance": "balance: p99 of tokens / mean",
 }
-EVENTS_LATE_S = 0.002  # about the delay of a KV event from an engine's step to a frontend's index
 
 
 def shape(block_tokens: int) -> EngineShape:
@@ -120,7 +120,7 @@ class Trial:
         began, args = time.perf_counter(), self._args
         fleet_workers = workers(self.count, self._timing.profile(self._shape))
         router = Router(fleet_workers, mode, pricing, args.seed, paced=args.paced)
-        fleet = Fleet(self._shape, self._timing, self.count, [router], events_late_s=EVENTS_LATE_S)
+        fleet = Fleet(self._shape, self._timing, self.count, [router])
         outcome = fleet.run(self._requests(factor))
         found = figures(outcome, self.count, self._span_s / factor)
         return {
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--requests", type=trace.whole, help="number of requests to use (default: all)")
     parser.add_argument("--workers", type=trace.whole, nargs="+", default=[8, 64])
-    parser.add_argument("--loads", type=trace.positive, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1])
+    parser.add_argument("--loads", type=positive, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1])
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes)
     parser.add_argument("--speed", choices=list(SPEEDS), default=FIRST, help="the engines' polynomial")
     parser.add_argument("--block-tokens", type=int, choices=[16, 32, 64, 128, 256, 512], default=512)

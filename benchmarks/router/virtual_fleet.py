@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from benchmarks.router.routing import EVENTS_LATE_S, FIRST, SPEEDS, TRACE, shape
+from benchmarks.router.routing import FIRST, SPEEDS, TRACE, shape
 from benchmarks.router.virtual import trace
 from benchmarks.router.virtual.fleet import WINDOW_S, Fleet, mean
 from benchmarks.router.virtual.router import Router, workers
 from benchmarks.rows import command_line, show
+from controller.processes.flag_types import positive
 from controller.router.selection.score import USUAL
 from controller.router.selection.selector import Mode
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--engines", type=trace.whole, default=10_000)
     parser.add_argument("--copies", type=trace.whole, default=270)
-    parser.add_argument("--seconds", type=trace.positive, default=60.0)
+    parser.add_argument("--seconds", type=positive, default=60.0)
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="kv")
     parser.add_argument("--speed", choices=list(SPEEDS), default=FIRST)
     parser.add_argument("--block-tokens", type=int, choices=[64, 128, 256, 512], default=512)
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recorded = trace.recorded(parser, args.trace)
     timing, engine = SPEEDS[args.speed], shape(args.block_tokens)
     router = Router(workers(args.engines, timing.profile(engine)), Mode(args.mode), USUAL, args.seed)
-    fleet = Fleet(engine, timing, args.engines, [router], events_late_s=EVENTS_LATE_S)
+    fleet = Fleet(engine, timing, args.engines, [router])
     rows = trace.copies(recorded, args.copies, args.seed)
     coming = takewhile(lambda one: one.at_s < args.seconds, trace.requests(rows, args.block_tokens))
     began, cpu = time.perf_counter(), time.process_time()

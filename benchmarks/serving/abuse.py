@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 
 TTFT_TIMES_MAX, MEMORY_TIMES_MAX = 2.0, 1.2
 RATE = 20.0  # honest requests per second
@@ -187,7 +187,7 @@ def cpu_s(frontends: Sequence[psutil.Process]) -> float:
     return float(sum(sum(process.cpu_times()[:2]) for process in frontends))
 
 
-def listening(fleet: DemoFleet, role: str) -> list[Address]:
+def listening(fleet: LocalFleet, role: str) -> list[Address]:
     """Return the addresses of a role's processes, including admin ports."""
     found = set()
     for process in fleet.family():
@@ -211,7 +211,7 @@ async def most_mb(frontends: Sequence[psutil.Process], over: asyncio.Event) -> f
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return what honest clients saw with and without strangers, and the memory over time."""
     with tempfile.TemporaryDirectory(prefix="holdfast-abuse-") as folder:
-        fleet = DemoFleet.start(Path(folder) / "data", "--workers", "2", "--itl-ms", "20")
+        fleet = LocalFleet.start(Path(folder) / "data", "--workers", "2", "--itl-ms", "20")
         try:
             await fleet.ready()
             await fleet.healthy(2)
@@ -220,7 +220,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             fleet.stop()
 
 
-async def _measured(fleet: DemoFleet, args: argparse.Namespace) -> dict[str, Any]:
+async def _measured(fleet: LocalFleet, args: argparse.Namespace) -> dict[str, Any]:
     frontends = [p for p in fleet.family() if "frontend" in p.cmdline()]
     address: Address = ("127.0.0.1", fleet.port)
     workers = listening(fleet, "worker")

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -28,8 +27,11 @@ from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
+from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.completion import Completion
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint
+from controller.trace.replay.endpoint import ReplayTarget
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Decision, Fact, Recorded
 from events.nats.channels import Channels
@@ -121,6 +123,19 @@ class Life:
         return not (held or server.in_flight or len(server.moves.source) or len(server.moves.target))
 
 
+class RunningCompletions(dict[Completion, None]):
+    """The requests in progress of a frontend. Passes the answers of each request that ends to `ended`."""
+
+    def __init__(self, ended: Callable[[Choice], object]) -> None:
+        super().__init__()
+        self._ended = ended
+
+    def __delitem__(self, completion: Completion) -> None:
+        super().__delitem__(completion)
+        for answer in completion.answers:
+            self._ended(answer)
+
+
 class Inside:
     """The frontend, its members, and all observed facts."""
 
@@ -129,10 +144,11 @@ class Inside:
     ) -> None:
         self.plane = RequestPlaneClient("f1", dialers=dialers)
         self.behind = behind  # the workers' connection to the broker of the request plane
-        world = World("f1", self.plane, self._observe, SystemClock(), ended=self._ended)
+        world = World("f1", self.plane, self._observe, SystemClock())
         self.director = Director(world, settings)
         self.director.go_live()
         self.api = Api(self.director)
+        self.api.openai.completions = RunningCompletions(self._ended)
         self.listeners = Listeners(self.api, settings)
         self.facts: list[Fact] = []
         self.members: list[Member] = []
@@ -141,10 +157,10 @@ class Inside:
         self._seq = 0
         self.plane.listen(self.director.changed)
 
-    def _ended(self, generation: LiveRequest) -> None:
+    def _ended(self, answer: Choice) -> None:
         """Record the accepted tokens of a completed answer."""
-        if generation.answer.error is None and generation.answer.finish != "cancelled":
-            self.accepted[generation.request.id] = generation.accepted
+        if answer.error is None and answer.finish != "cancelled":
+            self.accepted[answer.request.id] = answer.accepted
 
     def running(self, request: str) -> LiveRequest | None:
         """Return the running answer of this request; None: there is none."""
@@ -189,7 +205,7 @@ class Inside:
         recorded = Recorded(self._seq, datetime.now(UTC), fact, f"e{self._seq}")
         self._fleet = evolve(self._fleet, recorded)
         alive = [w.joined for w in self._fleet.workers.values() if w.alive]
-        self.plane.want({joined.worker: Address(joined.instance, joined.url) for joined in alive})
+        self.plane.set_workers({joined.worker: Address(joined.instance, joined.url) for joined in alive})
         self.director.absorb(self._fleet, [recorded])
 
     async def until(self, condition: Callable[[], object], seconds: float = ANSWER_S) -> None:
@@ -200,26 +216,22 @@ class Inside:
 
     async def ask(self, request: str, **body: Any) -> "Answer":
         """Request one stream over HTTP, and read it to its end."""
-        parts = urlsplit(self.listeners.url)
-        assert parts.hostname and parts.port
         whole = {"stream": True, "stream_options": {"include_usage": True}} | body
-        data = json.dumps(whole).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nX-Request-Id: {request}\r\n"
-        loop = asyncio.get_running_loop()
-        _, stream = await loop.create_connection(lambda: Stream(False), parts.hostname, parts.port)
-        assert stream.transport is not None
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await stream.ask(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data, keep=True)
-        except TimeoutError:
-            return Answer(request, stream, "it did not end")
-        finally:
-            stream.transport.close()
-        if stream.response.status != 200 or stream.failed or not stream.done:
-            last = stream.events[-1] if stream.events else stream.response.body
-            return Answer(
-                request, stream, f"{stream.response.status} {last[:200].decode('utf-8', 'replace')}"
+        stream = Stream(keep=True)
+        async with ReplayTarget(self.listeners.url) as target:
+            reply = await target.ask(
+                "POST",
+                "/v1/completions",
+                json.dumps(whole).encode(),
+                take=stream.take,
+                deadline_s=ANSWER_S,
+                headers={"X-Request-Id": request},
             )
+        if reply.fault == "timeout":
+            return Answer(request, stream, "it did not end")
+        if reply.status != 200 or stream.failed or not stream.done:
+            last = stream.events[-1] if stream.events else reply.body
+            return Answer(request, stream, f"{reply.status} {last[:200].decode('utf-8', 'replace')}")
         return Answer(request, stream)
 
 

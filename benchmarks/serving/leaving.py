@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 from benchmarks.failures.faults import spread
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.embedded.free_port import free_port
 from controller.demo.clients import Received, Users
-from controller.demo.fleet import DemoFleet
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator_client import http_ok
 from controller.trace.replay.endpoint import ReplayTarget
@@ -70,7 +70,7 @@ class Departure:
 class TwoFrontends:
     """A fleet with two frontends, each on its own port."""
 
-    fleet: DemoFleet
+    fleet: LocalFleet
     urls: dict[str, str]
     model: str
     answers: list[list[str]]
@@ -131,7 +131,7 @@ class TwoFrontends:
             answer = await session.ask("POST", "/v1/completions", json.dumps(body).encode())
             if answer.status != 200:
                 seen.failed.append(answer.fault or answer.body.decode())
-            seen.short.append(Short(frontend, at, answer.header("X-Holdfast-Worker")))
+            seen.short.append(Short(frontend, at, answer.headers.get("X-Holdfast-Worker", "")))
             await asyncio.sleep(self.pause_s)
 
 
@@ -165,7 +165,7 @@ def _sent_back(events: Sequence[Recorded], frontend: str, instance: str, began: 
 @contextlib.asynccontextmanager
 async def two_frontends(folder: Path, pause_s: float = 0.0) -> AsyncIterator[TwoFrontends]:
     """Start a fleet with two frontends. Without a pause, clients of short requests fill a small machine."""
-    fleet, second, port = DemoFleet.start(folder / "data", *FLAGS), None, free_port()
+    fleet, second, port = LocalFleet.start(folder / "data", *FLAGS), None, free_port()
     try:
         await fleet.ready()
         model = (await fleet.healthy(WORKERS))["workers"][0]["model"]
@@ -185,7 +185,7 @@ async def two_frontends(folder: Path, pause_s: float = 0.0) -> AsyncIterator[Two
         fleet.stop()
 
 
-def _frontend(fleet: DemoFleet, port: int, log: Path) -> "subprocess.Popen[bytes]":
+def _frontend(fleet: LocalFleet, port: int, log: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "controller.cli", "frontend", "--data", str(fleet.data)]
     own = {"HOLDFAST_NATS_URL": fleet.nats_url(""), fleet_key.VARIABLE: str(FleetDir(fleet.data).key)}
     with log.open("wb") as said:

@@ -23,42 +23,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import uvloop
 
-from controller.trace.replay.connection import ClientConnection, now
+from controller.trace.replay.endpoint import ClientLimits, ReplayTarget, Reply, now
 
-QUICKACK = 12  # TCP_QUICKACK: hides a server without TCP_NODELAY
+ENDS_S = 2.0  # for cancelled requests
+ANSWER_S = 3600.0  # the end of a run cancels its requests earlier
 
 
-class Stream(ClientConnection):
-    """One connection, and the result of its last request."""
+class Stream:
+    """The events of one answer. With `keep` the events and their gaps are kept."""
 
-    def __init__(self, quickack: bool) -> None:
-        super().__init__()
-        self.used = False
-        self._quickack = quickack
-
-    def ask(self, data: bytes, keep: bool) -> "asyncio.Future[None]":
-        """Send a request; the future is done when its answer has ended. With `keep` its events and their gaps are kept."""
+    def __init__(self, keep: bool) -> None:
         self._keep = keep
         self.done = self.failed = False
         self.usage: int | None = None
-        self.began, self.first, self.last = now(), 0.0, 0.0
+        self.first = self.last = 0.0
         self.events: list[bytes] = []
         self.count = 0
         self.gaps: list[float] = []
-        self.used = True
-        return self.send(data, self._event)
 
-    def data_received(self, data: bytes) -> None:
-        if self._quickack and self.transport is not None:
-            self.transport.get_extra_info("socket").setsockopt(6, QUICKACK, 1)
-        super().data_received(data)
-
-    def _event(self, event: bytes, instant: float) -> None:
+    def take(self, event: bytes, instant: float) -> None:
+        """Process an event that arrived at a time."""
         if event == b"[DONE]":
             self.done = True
             return
@@ -111,13 +99,6 @@ def body(a: argparse.Namespace, user: int, *, stream: bool = True) -> dict[str, 
     return made
 
 
-def request(a: argparse.Namespace, host: str, user: int) -> bytes:
-    """Return one user's request as bytes."""
-    data = json.dumps(body(a, user)).encode()
-    head = f"POST {a.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{a.header}"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-
 def text_of(events: list[bytes]) -> str:
     """Return the text of a stream's events."""
     choices = [choice for event in events for choice in json.loads(event).get("choices") or ()]
@@ -154,8 +135,9 @@ class Load:
         self._users = users
         self._left = share
         self._report = Report()
-        parts = urlsplit(a.url)
-        self._host, self._port, self._netloc = parts.hostname or "127.0.0.1", parts.port or 80, parts.netloc
+        name, _, value = a.header.partition(":")
+        self._headers = {name.strip(): value.strip()} if a.header else {}
+        self._target = ReplayTarget(a.url, limits=ClientLimits(idle_s=0.0) if a.fresh else ClientLimits())
 
     async def run(self) -> Report:
         a, report = self._a, self._report
@@ -167,55 +149,50 @@ class Load:
         _, pending = await asyncio.wait(tasks, timeout=a.duration + a.warmup + a.drain)
         for task in pending:
             task.cancel()
+        if pending:
+            await asyncio.wait(pending, timeout=ENDS_S)
+        await self._target.close()
         report.cpu = sum(os.times()[:2]) - cpu
         report.wall = now() - began if a.requests else min(now() - began, a.duration)
         report.stuck = len(pending)
         return report
 
     async def _user(self, user: int) -> None:
-        a, stream = self._a, None
+        a = self._a
+        data = json.dumps(body(a, user)).encode()
         while now() < self._stop and self._left > 0:
             self._left -= 1
-            if stream is not None and a.fresh and stream.transport is not None:
-                stream.transport.close()
-                stream = None
-            if stream is None or stream.closed:
-                try:
-                    loop = asyncio.get_running_loop()
-                    _, stream = await loop.create_connection(
-                        lambda: Stream(a.quickack), self._host, self._port
-                    )
-                except OSError:
-                    self._report.bad["connect"] += 1
-                    await asyncio.sleep(0.05)
-                    continue
-            keep = a.itl or bool(a.answers) or bool(a.save_reference)
-            await stream.ask(request(a, self._netloc, user), keep)
-            inside = stream.began >= self._start and (a.requests or stream.ended <= self._stop)
+            stream = Stream(a.itl or bool(a.answers) or bool(a.save_reference))
+            reply = await self._target.ask(
+                "POST", a.path, data, take=stream.take, deadline_s=ANSWER_S, headers=self._headers
+            )
+            if reply.fault == "unreachable":
+                self._report.bad["connect"] += 1
+                await asyncio.sleep(0.05)
+                continue
+            inside = reply.began >= self._start and (a.requests or reply.ended <= self._stop)
             if inside:  # only requests completely inside the window count
-                await self._count(stream, user)
-        if stream is not None and stream.transport is not None:
-            stream.transport.close()
+                await self._count(reply, stream, user)
 
-    async def _count(self, stream: Stream, user: int) -> None:
+    async def _count(self, reply: Reply, stream: Stream, user: int) -> None:
         a, report = self._a, self._report
         report.requests += 1
-        if stream.response.status != 200:
-            report.bad[str(stream.response.status)] += 1
-            report.rejected.append(stream.ended - stream.began)
-            report.sample = report.sample or stream.response.body[:300].decode("utf8", "replace")
+        if reply.status != 200:
+            report.bad[str(reply.status)] += 1
+            report.rejected.append(reply.ended - reply.began)
+            report.sample = report.sample or reply.body[:300].decode("utf8", "replace")
             await asyncio.sleep(a.backoff)
             return
         report.events += stream.count
-        if stream.how != "whole" or not stream.done or stream.failed:
+        if reply.fault or not stream.done or stream.failed:
             report.broken += 1
-            report.bad[("error_event_" if stream.failed else "") + stream.how] += 1
+            report.bad[("error_event_" if stream.failed else "") + (reply.fault or "whole")] += 1
             report.sample = report.sample or (stream.events[-1][:300].decode() if stream.events else None)
             return
         report.ok += 1
         report.tokens += stream.usage if stream.usage is not None else a.osl
-        report.ttft.append((stream.first or stream.ended) - stream.began)
-        report.e2e.append(stream.ended - stream.began)
+        report.ttft.append((stream.first or reply.ended) - reply.began)
+        report.e2e.append(reply.ended - reply.began)
         report.itl += stream.gaps
         if a.answers:
             report.checked += 1
@@ -358,7 +335,6 @@ def parser() -> argparse.ArgumentParser:
     add("--save-reference", default="", help="write the answers of --reference URL to this file")
     add("--pids", default="", help="name=PID[+PID],…: CPU and memory of these processes over the window")
     add("--header", default="", help="an additional header line")
-    add("--quickack", action="store_true", help="acknowledge at once: hides a missing TCP_NODELAY")
     add("--fresh", action="store_true", help="use a new connection for each request")
     add("--backoff", type=float, default=0)
     add("--tag", default="")
@@ -368,8 +344,6 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure, and print."""
     a = parser().parse_args()
-    if a.header and not a.header.endswith("\r\n"):
-        a.header += "\r\n"
     if a.save_reference:
         Path(a.save_reference).write_text(json.dumps(reference_from(a)))
     print(json.dumps(measure(a)))

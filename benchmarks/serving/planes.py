@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.failures.faults import PROMPTS, STEP_S, bench, resumed_ms, spread
+from benchmarks.local_fleet import LocalFleet
 from benchmarks.serving.relay import load
-from controller.demo.fleet import DemoFleet
 
 PLANES = ("tcp", "nats")
 WORKERS = 2
@@ -34,7 +34,7 @@ async def loaded(plane: str, itl_ms: float, options: dict[str, Any]) -> dict[str
     """Return one measurement of a new fleet."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         flags = ("--workers", str(WORKERS), "--itl-ms", str(itl_ms), "--request-plane", plane)
-        fleet = DemoFleet.start(Path(folder) / "data", *flags)
+        fleet = LocalFleet.start(Path(folder) / "data", *flags)
         try:
             await fleet.ready()
             processes = (await fleet.healthy(WORKERS))["processes"]

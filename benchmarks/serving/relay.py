@@ -136,7 +136,7 @@ def ttft(seconds: float) -> dict[str, Any]:
 async def _direct(ports: list[int], concurrency: int, seconds: float) -> list[float]:
     """Return the times to first token of requests sent to the workers without a frontend, in seconds."""
     plane = RequestPlaneClient("direct")
-    plane.want({f"w{n}": Address("", f"tcp://127.0.0.1:{port}") for n, port in enumerate(ports)})
+    plane.set_workers({f"w{n}": Address("", f"tcp://127.0.0.1:{port}") for n, port in enumerate(ports)})
     keeping = asyncio.create_task(plane.run())
     until, found = time.monotonic() + seconds, []
 

@@ -21,7 +21,7 @@ from statistics import fmean
 
 import psutil
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.processes.observability.scrape_targets import target_groups
 from events.process.presence import present
 
@@ -116,7 +116,7 @@ async def main() -> None:
         str(READY_S),
     )
     with tempfile.TemporaryDirectory() as folder:
-        fleet = DemoFleet.start(Path(folder) / "fleet", *flags, environment=environment)
+        fleet = LocalFleet.start(Path(folder) / "fleet", *flags, environment=environment)
         try:
             await fleet.ready()
             await fleet.until(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from workers.keeper import NAME
 
 
@@ -30,7 +30,7 @@ def memory_of(process: psutil.Process) -> int:
 async def started(data: Path) -> tuple[float, float]:
     """Start a fleet on a directory; return the seconds until /health answers 200, and its memory in MB."""
     began = time.monotonic()
-    fleet = DemoFleet.start(data, "--workers", "3")
+    fleet = LocalFleet.start(data, "--workers", "3")
     try:
         await fleet.ready()
         took = time.monotonic() - began

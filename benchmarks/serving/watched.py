@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.local_fleet import LocalFleet
 from benchmarks.serving.console import core
 from benchmarks.serving.relay import load
-from controller.demo.fleet import DemoFleet
 from events.process.presence import present
 
 SCRAPE_S = 5.0  # as in `holdfast scrape-config`
@@ -62,7 +62,7 @@ def watching(admin: str) -> Iterator[None]:
 
 async def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all figures."""
-    fleet = DemoFleet.start(folder, "--workers", "2", "--itl-ms", "20")
+    fleet = LocalFleet.start(folder, "--workers", "2", "--itl-ms", "20")
     try:
         await fleet.ready()
         await fleet.healthy(2)

@@ -40,7 +40,7 @@ from rich.console import Console
 from benchmarks.plots import needed
 from benchmarks.simulation.fidelity_fleet import SIMULATED, CannotCompare, Engines, alone_ms
 from benchmarks.simulation.fidelity_report import ENGINES, Round, draw, report_of, show
-from controller.demo.profile import shipped
+from controller.demo.profile import built_in
 from controller.trace.replay.driver import Limits, Replay
 from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
@@ -101,7 +101,7 @@ async def replayed(url: str, model: str, part: Slice) -> ReplayMeasures:
         planned = plan(part.rows, part.block_tokens, part.shape)
         await Replay(target, worded, planned, measures, Limits()).run(asyncio.Event())
     finally:
-        target.close()
+        await target.close()
     if measures.whole < len(part.rows) or measures.shorter:
         raise CannotCompare(
             f"{model}: {measures.whole} of {len(part.rows)} answers are whole: {measures.samples}"
@@ -172,7 +172,7 @@ def _rows(args: argparse.Namespace) -> tuple[list[TraceRow], int]:
     """Return the requests of all rounds, and the tokens per block."""
     count = args.requests * args.rounds
     if args.trace is None:
-        profile = shipped()
+        profile = built_in()
         return list(synthesize(profile, count)), profile.block_tokens
     rows = list(islice(TraceReader(args.trace), count))
     if len(rows) < count:

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from controller.demo.fleet import DemoFleet
-from controller.processes.children import die_with
+from benchmarks.local_fleet import LocalFleet
+from controller.adapters.embedded.server import die_with
 from events.errors import HoldfastError
 from events.observations import WorkerJoined
 from workers.engines.simulated.timing import Interpolated, StepPlan
@@ -48,7 +48,7 @@ class Engines:
         self._folder = folder
         self._data = folder / "fleet"
         self._simulated: subprocess.Popen[bytes] | None = None
-        self._fleet: DemoFleet | None = None
+        self._fleet: LocalFleet | None = None
 
     @property
     def url(self) -> str:
@@ -64,7 +64,7 @@ class Engines:
         _write_words(model / "tokenizer.json")
         shape = {f"HOLDFAST_WORKER_{name.replace('-', '_').upper()}": str(n) for name, n in SHAPE.items()}
         flags = ("--engine", "transformers", "--model", str(model), "--workers", "1")
-        self._fleet = DemoFleet.start(self._data, *flags, "--canary-interval", CANARIES_S, environment=shape)
+        self._fleet = LocalFleet.start(self._data, *flags, "--canary-interval", CANARIES_S, environment=shape)
         await self._fleet.ready()
         await self._fleet.healthy(1)
 

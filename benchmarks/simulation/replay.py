@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 
 START_MS = 2000  # within which all streams begin
 PROMPT_TOKENS = 16
@@ -27,7 +27,7 @@ async def measured(a: argparse.Namespace) -> dict[str, object]:
         lines = (row % (START_MS * n // a.streams, PROMPT_TOKENS, a.tokens) for n in range(a.streams))
         trace.write_text("".join(lines))
         flags = ["--workers", str(a.workers), "--frontends", str(a.frontends), "--itl-ms", str(a.itl_ms)]
-        fleet = await DemoFleet.start(Path(folder) / "fleet", *flags).ready()
+        fleet = await LocalFleet.start(Path(folder) / "fleet", *flags).ready()
         try:
             command = [
                 sys.executable,

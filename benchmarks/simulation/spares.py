@@ -15,9 +15,12 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
 from pathlib import Path
 
-from controller.planner.spares import Outage, SparePolicy, missing, spares_for
+from controller.planner.spares import SparePolicy, spares_for
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "gpu_faults.json"
 SERVERS, DAYS = 400, 174.2
@@ -25,6 +28,54 @@ GROUPS, GPUS = 128, 8
 YEAR = 365.0  # days
 SECOND = 1 / 86_400  # of a day
 ACTIVATION_S = {"holdfast": 1.0, "seed": 60.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The period in which one unit, active or spare, is away. Any unit of time can be used."""
+
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The shortage of a fleet over a period, where a slot is the task of one active unit."""
+
+    unit_time: float  # of active slots without a unit
+    worst: int  # largest number of units at one moment
+    lacking: float  # share of the time with any unit missing
+    replaced: int  # number of times that a spare replaced a unit
+
+
+def missing(outages: Sequence[Outage], spares: int, activation: float, until: float) -> Missing:
+    """Return the shortage of a fleet with `spares` spares in the period from 0 to `until`.
+
+    A spare replaces a failed unit after the time `activation`. A spare that is itself away replaces no unit. A slot is empty
+    during an activation, and while more units are away than there are spares. A repaired unit fills an empty slot, or becomes
+    a spare.
+    """
+    ends: list[float] = []
+    away = worst = replaced = 0
+    lost = lacking = last = 0.0
+    moments = sorted((one.begin, one.end) for one in outages if one.begin < until)
+    for begin, end in [*moments, (until, inf)]:
+        while ends and ends[0] <= begin:
+            at = heappop(ends)
+            short = max(0, away - spares)
+            lost, lacking, last = lost + short * (at - last), lacking + (at - last) * (short > 0), at
+            away -= 1
+        short = max(0, away - spares)
+        lost, lacking, last = lost + short * (begin - last), lacking + (begin - last) * (short > 0), begin
+        if begin >= until:
+            break
+        away += 1
+        if away <= spares:
+            replaced += 1
+            lost += min(activation, end - begin)
+        worst = max(worst, away - spares)
+        heappush(ends, min(end, until))
+    return Missing(lost, max(0, worst), lacking / until if until > 0 else 0.0, replaced)
 
 
 def recorded() -> tuple[float, list[float]]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.trace import chat
+from benchmarks.simulation import chat_traffic
 from controller.trace.analysis import Analysis, analyze
 from controller.trace.profile import TraceProfile, learn, save
 from controller.trace.rows import BLOCK_TOKENS, TraceReader, TraceRow
@@ -110,7 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, block = args.trace.name, args.block_size
         recorded = list(TraceReader(args.trace, block))
     else:
-        name, block, recorded = "our own chat traffic", chat.BLOCK_TOKENS, list(chat.requests())
+        name, block, recorded = (
+            "our own chat traffic",
+            chat_traffic.BLOCK_TOKENS,
+            list(chat_traffic.requests()),
+        )
     profile = learn(recorded, block)
     size = analyze(recorded, block).blocks
     made = list(synthesize(profile, len(recorded)))

@@ -107,7 +107,7 @@ def scenario(seed: int, values: dict[str, Any]) -> Scenario:
         draw(seed, WORKERS, MINUTES),
         policies=(terms.policy({}),), interval=int(interval * SECOND), tick=SECOND, skew=0, late=2 * SECOND,
         models=("llama",), controllers=2, frontends=2, requests_per_second=0.2, corrupt_from_start=0,
-        worker_faults={}, fleet_faults={}, end_at=int(MINUTES * MINUTE), heal_at=int(MINUTES * MINUTE) - SECOND,
+        faults={}, end_at=int(MINUTES * MINUTE), heal_at=int(MINUTES * MINUTE) - SECOND,
         spares=0, planning=None, crowd=None, silent_after_s=silence, settles=False,
     )  # fmt: skip
 

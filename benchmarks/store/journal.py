@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks.store.registered import WORKERS, joined
 from controller.adapters.clock import SystemClock
-from controller.adapters.embedded.servers import start_nats
+from controller.adapters.embedded.nats import start_nats
 from controller.deciders.fleet import FleetPolicy
 from controller.processes import collector
 from controller.runtime.lease import Lease

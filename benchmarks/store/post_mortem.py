@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import browser
 from benchmarks.store.store import fill
-from controller.adapters.embedded.servers import start_nats
+from controller.adapters.embedded.nats import start_nats
 
 STEPS = 300
 WITHIN_S = 120.0

@@ -29,7 +29,9 @@ import nats
 from benchmarks.store import stalls
 from benchmarks.store.registered import WORKERS, joined
 from controller.adapters.embedded.accounts import DatabaseAccounts
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.postgres import start_postgres
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.link import SCHEMA
 from controller.adapters.postgres.store import PostgresStore
@@ -158,7 +160,6 @@ async def child_follow(nats_url: str, database_url: str, events: int) -> None:
                 took.append((said, at - said, picked - at, done - picked))
 
     store = Noting(database_url)
-    store.prepare()
     projector = Projector(journal, store)
     collector.freeze_and_tune()  # as in the projector's process
     print("ready", flush=True)

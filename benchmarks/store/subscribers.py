@@ -34,7 +34,7 @@ from faststream.nats import JStream, NatsBroker, NatsMessage, PullSub
 from nats.js.api import ConsumerConfig
 
 from benchmarks.store.registered import WORKERS
-from controller.adapters.embedded.servers import start_nats
+from controller.adapters.embedded.nats import start_nats
 from events import observations as o
 from events.errors import HoldfastError
 from events.follow import follow

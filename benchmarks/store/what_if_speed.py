@@ -25,12 +25,12 @@ from typing import Any, cast
 
 import nats
 
-from controller.adapters.embedded.servers import start_nats
+from controller.adapters.embedded.nats import start_nats
 from controller.deciders.fleet import Fleet
 from controller.processes import collector
 from controller.replay.whatif import sweep as sweeps
 from controller.replay.whatif.comparison import compare
-from controller.replay.whatif.question import PolicyChange, asked
+from controller.replay.whatif.question import PolicyChange, parse_changes
 from controller.replay.whatif.reading import stretches
 from controller.replay.whatif.recording import recorded
 from controller.replay.whatif.whatif_cli import lines
@@ -53,7 +53,7 @@ def hour(*, calm: bool = False) -> list[Recorded]:
     """Return an hour of a simulated fleet; a calm one has no faults."""
     scenario = draw(SEED, WORKERS, MINUTES)
     if calm:
-        scenario = replace(scenario, worker_faults={}, fleet_faults={}, corrupt_from_start=0)
+        scenario = replace(scenario, faults={}, corrupt_from_start=0)
     with quiet(), uncollected():
         simulation = Simulation(scenario)
         simulation.run()
@@ -162,7 +162,7 @@ async def measure(events: int, calm: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"events": last, "calm_hours": calm, "read_s": round(read - before, 2)}
     for name, what in (("wait", "breaker.wait_min=30s"), ("interval", "canary.interval=3s")):
         began = time.perf_counter()
-        answer = compare(recording, asked([what], None))
+        answer = compare(recording, parse_changes([what], None))
         said = list(lines(answer))
         figures |= {"faults": len(answer.faults), f"{name}_s": round(time.perf_counter() - began, 2)}
         assert said

@@ -102,6 +102,7 @@ def test_a_failed_part_is_shown_with_its_repeat_command_and_the_others_run(
     assert again == [["this --only 7"], ["script --seed 5"], ["script --seed 5"], []]
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_end_is_ended_with_all_its_processes(
     temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_part_that_does_not_end_is_ended_with_all_its_processes(
     assert _sleepers(temporary) == [] and list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_left_behind_is_ended_and_counts_against_its_part(
     temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +130,7 @@ def _sleepers(below: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_running_part_and_shows_the_results_so_far(
     number: signal.Signals, tmp_path: Path

@@ -1,8 +1,11 @@
 """The benchmark of near ties, shortened: no correct worker is convicted at any rate of flips."""
 
+import pytest
+
 from benchmarks.corruption import near_ties
 
 
+@pytest.mark.slow
 def test_no_correct_worker_is_convicted_by_near_ties_at_any_rate_of_flips() -> None:
     result = near_ties.measured((0.001, 0.01, 0.05, 0.2), 0.05, 7, answers=2_000, number=10)
     assert near_ties.convictions(result) == 0

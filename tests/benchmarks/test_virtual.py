@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,8 @@ import pytest
 from benchmarks.router.routing import FIRST, SPEEDS, main, shape
 from benchmarks.router.virtual import trace
 from benchmarks.router.virtual.fleet import (
+    EVENTS_LATE_S,
+    Engine,
     Fleet,
     Ideal,
     Outcome,
@@ -21,30 +24,69 @@ from benchmarks.router.virtual.fleet import (
     spread,
     windows,
 )
+from benchmarks.router.virtual.mute_scheduler import MuteScheduler
 from benchmarks.router.virtual.router import Router, workers
 from benchmarks.router.virtual.trace import Request
 from benchmarks.router.virtual_fleet import main as ten_thousand
+from controller.router.load.replicas import Replicas
 from controller.router.selection.selector import Mode
 from controller.trace.rows import TraceRow
 from events.blocks import follow
+from events.slot_messages import SlotBatch
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import Timing
 
 BLOCK = 512
+BATCH_S = 0.001  # for which frontends gather their messages to each other
 SPEED = SPEEDS[FIRST]
 SHAPE = shape(BLOCK)
 
 
-def routers(count: int, fleet: int, *, told: bool = False, mode: Mode = Mode.KV) -> list[Router]:
+def routers(count: int, fleet: int, *, mode: Mode = Mode.KV) -> list[Router]:
     known = workers(fleet, SPEED.profile(SHAPE))
-    return [
-        Router(known, mode, seed=number, frontend=f"frontend-{number}" if told else "")
-        for number in range(count)
-    ]
+    return [Router(known, mode, seed=number) for number in range(count)]
 
 
 def ran(
-    requests: Sequence[Request], fleet: int, frontends: Sequence[Router], *, leaps: bool = True
+    requests: Sequence[Request], fleet: int, frontends: Sequence[Router], *, told: bool = False
 ) -> Outcome:
-    return Fleet(SHAPE, SPEED, fleet, frontends, events_late_s=0.002, leaps=leaps).run(requests)
+    kind = SharingFleet if told else Fleet
+    return kind(SHAPE, SPEED, fleet, frontends).run(requests)
+
+
+class SharingFleet(Fleet):
+    """A fleet with frontends that send the changes of their requests to each other, a batch per BATCH_S."""
+
+    def __init__(self, shape: EngineShape, timing: Timing, count: int, routers: Sequence[Router]) -> None:
+        super().__init__(shape, timing, count, routers)
+        self._replicas = {
+            router: Replicas(f"frontend-{number}", f"life-{number}", router.slots)
+            for number, router in enumerate(routers)
+        }
+        self._sending = set[Router]()
+
+    def arrive(self, request: Request) -> None:
+        super().arrive(request)
+        self._share(request.at_s)
+
+    def land(self, engine: Engine, now: float) -> None:
+        super().land(engine, now)
+        self._share(now)
+
+    def _share(self, now: float) -> None:
+        for router in self._replicas.keys() - self._sending:
+            self._sending.add(router)
+            self._send(partial(self._gather, router), now + BATCH_S)
+
+    def _gather(self, router: Router, now: float) -> None:
+        self._sending.discard(router)
+        batches = list(self._replicas[router].batches(now))
+        self._send(partial(self._deliver, router, batches), now + EVENTS_LATE_S)
+
+    def _deliver(self, sender: Router, batches: Sequence[SlotBatch], now: float) -> None:
+        for router, replicas in self._replicas.items():
+            for batch in batches if router is not sender else ():
+                replicas.take(batch, now)
 
 
 def names(seed: int, blocks: int, after: Sequence[int] = ()) -> list[int]:
@@ -83,10 +125,20 @@ def test_every_request_gets_its_first_token_and_ends() -> None:
     assert computed == pytest.approx(outcome.prompt_tokens - outcome.cached_tokens + answers - first)
 
 
+class OneStepScheduler(MuteScheduler):
+    """A scheduler that announces no equal steps."""
+
+    def steady(self) -> int:
+        return 0
+
+
 def test_many_steps_at_once_are_the_same_as_one_after_another() -> None:
     requests = chats(60)
     leaps = ran(requests, 2, routers(1, 2))
-    steps = ran(requests, 2, routers(1, 2), leaps=False)
+    fleet = Fleet(SHAPE, SPEED, 2, routers(1, 2))
+    for engine in fleet.engines:
+        engine.scheduler = OneStepScheduler(SHAPE)
+    steps = fleet.run(requests)
     assert leaps.worker == steps.worker
     assert leaps.steps == steps.steps
     assert leaps.ended == pytest.approx(steps.ended)
@@ -158,7 +210,7 @@ def test_a_burst_at_eight_frontends_is_spread(told: bool) -> None:
     dice = Random(3)
     sizes = [dice.randrange(1, 8) for _ in range(1000)]
     burst = [Request(key, 0.0, n * BLOCK, 20, names(key + 1, n)) for key, n in enumerate(sizes)]
-    outcome = ran(burst, 64, routers(8, 64, told=told))
+    outcome = ran(burst, 64, routers(8, 64), told=told)
     tokens = Counter[int]()
     for request in burst:
         tokens[outcome.worker[request.key]] += request.prompt
@@ -170,7 +222,7 @@ def test_frontends_that_share_their_requests_do_not_choose_the_same_workers() ->
     """There is a worker for each of their requests, if every router knew which are taken."""
     burst = [Request(key, key * 0.005, 4 * BLOCK, 200, names(key + 1, 4)) for key in range(64)]
     alone, told = (
-        max(Counter(ran(burst, 64, routers(8, 64, told=told)).worker.values()).values())
+        max(Counter(ran(burst, 64, routers(8, 64), told=told).worker.values()).values())
         for told in (False, True)
     )
     assert told <= 2 < alone

@@ -8,25 +8,32 @@ An engine's equal steps are simulated at once (a leap), so that a long answer co
 nothing reads a clock or draws random numbers except from a seed: the same call gives the same figures.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
+from benchmarks.router.virtual.mute_scheduler import MuteScheduler
 from benchmarks.router.virtual.router import Router, workers
 from benchmarks.router.virtual.trace import Request
 from controller.router.selection.selector import Mode
 from events.kv import KvEvent
 from events.observations import WorkerJoined
-from events.slot_messages import SlotBatch
-from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import StepPlan, Timing
 
 WINDOW_S = 10.0
-BATCH_S = 0.001  # for which frontends gather their messages to each other
+EVENTS_LATE_S = 0.002  # about the delay of a KV event from an engine's step to a frontend's index
+
+Amounts = defaultdict[int, defaultdict[int, float]]  # by window and worker
+
+
+def _amounts() -> Amounts:
+    return defaultdict(lambda: defaultdict(float))
 
 
 @dataclass(slots=True)
@@ -42,86 +49,64 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     steps: int = 0
-    busy: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    """Seconds that an engine was in a step, by window and worker."""
-    computed: dict[int, dict[int, float]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(float))
-    )
-    """Tokens that were computed, of prompts and answers, by window and worker."""
-    held: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    """KV blocks that requests held, in block-seconds, by window and worker."""
+    busy: Amounts = field(default_factory=_amounts)  # seconds that an engine was in a step
+    computed: Amounts = field(default_factory=_amounts)  # tokens that were computed, of prompts and answers
+    held: Amounts = field(default_factory=_amounts)  # KV blocks that requests held, in block-seconds
     preemptions: int = 0
     last_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Engine:
     """A scheduler, and its current leap: `ahead` equal steps, each `step_s` long."""
 
-    __slots__ = ("ahead", "number", "plan", "scheduler", "since", "step_s", "version")
-
-    def __init__(self, number: int, shape: EngineShape) -> None:
-        self.number = number
-        self.scheduler = Scheduler(shape, mute=True)
-        self.scheduler.kv.heard = True
-        self.plan = StepPlan()
-        self.since = self.step_s = 0.0
-        self.ahead = 0  # 0: it is idle
-        self.version = 0  # of the leap: an end in the calendar for another version is void
+    number: int
+    scheduler: MuteScheduler
+    plan: StepPlan = field(default_factory=StepPlan)
+    since: float = 0.0
+    step_s: float = 0.0
+    ahead: int = 0  # 0: it is idle
+    ends_at: float = 0.0  # an end in the calendar for another time is void
 
 
 class Fleet:
-    """Equal engines, and the frontends' routers in front of them."""
+    """Equal engines, and the frontends' routers in front of them. KV events arrive late; requests and tokens do not."""
 
-    def __init__(
-        self,
-        shape: EngineShape,
-        timing: Timing,
-        count: int,
-        routers: Sequence[Router],
-        *,
-        events_late_s: float = 0.0,
-        leaps: bool = True,
-    ) -> None:
-        """`events_late_s`: delay of KV events. Requests and tokens have none. `leaps`: simulate equal steps at once."""
-        self._leaps = leaps
-        self.engines = [Engine(number, shape) for number in range(count)]
+    def __init__(self, shape: EngineShape, timing: Timing, count: int, routers: Sequence[Router]) -> None:
+        self.engines = [Engine(number, MuteScheduler(shape)) for number in range(count)]
         self._timing = timing
         self._routers = routers
-        self._events_late_s = events_late_s
-        self._calendar: list[tuple[float, int, Engine | None, int]] = []
-        self._messages: dict[int, Callable[[float], None]] = {}  # by their number in the calendar
-        self._numbered = 0
-        self._telling: set[Router] = set()  # routers with messages in flight to the others
-        self._router_of: dict[int, Router] = {}
+        self._calendar: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = itertools.count()
         self.outcome = Outcome()
 
     def run(self, requests: Iterable[Request], until_s: float = float("inf")) -> Outcome:
-        """Run requests, one router after another receiving one, until all have ended, or until `until_s`."""
-        coming = iter(requests)
-        following = next(coming, None)
-        calendar = self._calendar
-        while following is not None or calendar:
-            if following is not None and (not calendar or following.at_s <= calendar[0][0]):
-                if following.at_s >= until_s:
-                    break
-                self._arrive(following)
-                following = next(coming, None)
-                continue
-            now, number, engine, version = heappop(calendar)
-            if now >= until_s:
-                break
-            if engine is None:
-                self._messages.pop(number)(now)
-            elif version == engine.version:
-                self._land(engine, now)
+        """Run requests, one router after another receiving one, until all have ended, or until `until_s`.
+
+        All requests arrive before `until_s`.
+        """
+        for request in requests:
+            self._advance(request.at_s)
+            self.arrive(request)
+        self._advance(until_s)
         self.outcome.preemptions = sum(engine.scheduler.preemptions for engine in self.engines)
         return self.outcome
 
-    def _arrive(self, request: Request) -> None:
+    def _advance(self, until_s: float) -> None:
+        """Let everything happen that is due before `until_s`."""
+        calendar = self._calendar
+        while calendar and calendar[0][0] < until_s:
+            now, _, act = heappop(calendar)
+            act(now)
+
+    def _router_of(self, key: int) -> Router:
+        return self._routers[key % len(self._routers)]
+
+    def arrive(self, request: Request) -> None:
+        """Route a request, and submit it to its engine."""
         now, outcome = request.at_s, self.outcome
-        router = self._routers[request.key % len(self._routers)]
+        router = self._router_of(request.key)
         number = router.route(request, now)
-        self._share(router, now)
         engine = self.engines[number]
         outcome.arrived[request.key] = now
         outcome.worker[request.key] = number
@@ -133,7 +118,6 @@ class Fleet:
             return
         outcome.prompt_tokens += request.prompt
         outcome.answers[request.key] = request.answer
-        self._router_of[request.key] = router
         if not engine.ahead:
             self._leap(engine, now)
         elif engine.ahead > 1:  # it is admitted when the current step ends
@@ -154,16 +138,18 @@ class Fleet:
             engine.ahead = 0
             return
         engine.since, engine.step_s = now, self._timing.step_s(plan)
-        engine.ahead = engine.scheduler.steady() + 1 if self._leaps else 1
+        engine.ahead = engine.scheduler.steady() + 1
         self._schedule(engine)
 
     def _schedule(self, engine: Engine) -> None:
-        engine.version += 1
-        self._numbered += 1
-        end = engine.since + engine.ahead * engine.step_s
-        heappush(self._calendar, (end, self._numbered, engine, engine.version))
+        engine.ends_at = engine.since + engine.ahead * engine.step_s
+        self._send(partial(self._end, engine), engine.ends_at)
 
-    def _land(self, engine: Engine, now: float) -> None:
+    def _end(self, engine: Engine, now: float) -> None:
+        if engine.ahead and now == engine.ends_at:
+            self.land(engine, now)
+
+    def land(self, engine: Engine, now: float) -> None:
         """End a leap: the last of its steps is the one in which something happens."""
         scheduler, outcome = engine.scheduler, self.outcome
         if engine.ahead > 1:
@@ -171,53 +157,24 @@ class Fleet:
         self._count(engine, 1)
         outcome.last_s = now
         for key, chunk in scheduler.step():
-            router = self._router_of[key]
+            router = self._router_of(key)
             if chunk.cached_tokens is not None:
                 outcome.ttft[key] = now - outcome.arrived[key]
                 outcome.cached_tokens += chunk.cached_tokens
                 router.first(key, now)
-                self._share(router, now)
             if chunk.finish is not None:
                 outcome.ended[key] = now
                 router.done(key, now)
-                self._share(router, now)
-                del self._router_of[key]
         if events := scheduler.take_events():
-            self._announce(engine.number, events, now)
+            self._send(partial(self._heard, engine.number, events), now + EVENTS_LATE_S)
         self._leap(engine, now)
 
-    def _announce(self, worker: int, events: list[KvEvent], now: float) -> None:
-        if self._events_late_s:
-            self._send(lambda _: self._heard(worker, events), now + self._events_late_s)
-        else:
-            self._heard(worker, events)
-
-    def _heard(self, worker: int, events: list[KvEvent]) -> None:
+    def _heard(self, worker: int, events: list[KvEvent], now: float) -> None:
         for router in self._routers:
             router.heard(worker, events)
 
-    def _share(self, router: Router, now: float) -> None:
-        """Send the changes of this frontend's requests to the other frontends, a batch at a time."""
-        if router.replicas is not None and router not in self._telling:
-            self._telling.add(router)
-            self._send(lambda then: self._tell(router, then), now + BATCH_S)
-
-    def _tell(self, router: Router, now: float) -> None:
-        self._telling.discard(router)
-        assert router.replicas is not None
-        batches = list(router.replicas.batches(now))
-        self._send(lambda then: self._told(router, batches, then), now + self._events_late_s)
-
-    def _told(self, speaker: Router, batches: Sequence[SlotBatch], now: float) -> None:
-        for router in self._routers:
-            if router is not speaker and router.replicas is not None:
-                for batch in batches:
-                    router.replicas.take(batch, now)
-
-    def _send(self, message: Callable[[float], None], at_s: float) -> None:
-        self._numbered += 1
-        self._messages[self._numbered] = message
-        heappush(self._calendar, (at_s, self._numbered, None, 0))
+    def _send(self, act: Callable[[float], None], at_s: float) -> None:
+        heappush(self._calendar, (at_s, next(self._numbers), act))
 
     def _count(self, engine: Engine, steps: int) -> None:
         """Record what the first steps of the leap compute."""
@@ -233,14 +190,13 @@ class Fleet:
 
 def windows(since: float, until: float) -> Iterator[tuple[int, float]]:
     """Yield the windows that overlap a stretch of time, and the length of each overlap."""
-    window, length = int(since / WINDOW_S), until - since
-    while True:
-        end = (window + 1) * WINDOW_S
-        if until <= end:
-            yield window, (until - since) / length
-            return
+    length = until - since
+    for window in itertools.count(int(since / WINDOW_S)):
+        end = min(until, (window + 1) * WINDOW_S)
         yield window, (end - since) / length
-        window, since = window + 1, end
+        if end == until:
+            return
+        since = end
 
 
 def figures(outcome: Outcome, workers: int, until_s: float) -> dict[str, Any]:
@@ -256,8 +212,7 @@ def figures(outcome: Outcome, workers: int, until_s: float) -> dict[str, Any]:
         "requests": len(ttft),
         "refused": outcome.refused,
         "ttft_mean": mean(ttft),
-        "ttft_p50": percentile(ttft, 0.5),
-        "ttft_p99": percentile(ttft, 0.99),
+        **percentiles("ttft", ttft),
         "itl_mean": mean(pauses(outcome)),
         "hit_rate": outcome.cached_tokens / max(1, outcome.prompt_tokens),
         "balance": spread(outcome.computed, workers, until_s),
@@ -273,28 +228,34 @@ def figures(outcome: Outcome, workers: int, until_s: float) -> dict[str, Any]:
 
 def pauses(outcome: Outcome) -> list[float]:
     """Return each answer's mean time between tokens; answers of one token have none."""
-    found = []
-    for key, ended in outcome.ended.items():
-        if (more := outcome.answers[key] - 1) > 0:
-            found.append((ended - outcome.arrived[key] - outcome.ttft[key]) / more)
-    return found
+    return [
+        (ended - outcome.arrived[key] - outcome.ttft[key]) / (outcome.answers[key] - 1)
+        for key, ended in outcome.ended.items()
+        if outcome.answers[key] > 1
+    ]
 
 
 def spread(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: float) -> float:
     """Return the 99th percentile, over windows and workers, of a worker's share over the mean; nan in less than a window.
     The first window and those after the last arrival are not full, and are left out."""
-    ratios: list[float] = []
-    for window in full_windows(until_s):
-        here = amounts.get(window, {})
-        if total := sum(here.values()):
-            ratios += [here.get(worker, 0.0) * workers / total for worker in range(workers)]
+    return _spread(_by_window(amounts, workers, until_s))
+
+
+def _spread(windows: Iterable[Sequence[float]]) -> float:
+    """Return the 99th percentile of a worker's share over the mean. Each window has an amount of each worker."""
+    ratios = [one * len(here) / total for here in windows if (total := sum(here)) for one in here]
     return percentile(sorted(ratios), 0.99)
+
+
+def _by_window(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: float) -> list[list[float]]:
+    """Return the amount of each worker in each full window."""
+    windows = [amounts.get(window, {}) for window in full_windows(until_s)]
+    return [[here.get(worker, 0.0) for worker in range(workers)] for here in windows]
 
 
 def hottest(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: float) -> float:
     """Return the largest of the workers' own 99th percentiles over the full windows, over their mean; nan if all were idle."""
-    windows = [amounts.get(window, {}) for window in full_windows(until_s)]
-    own = [percentile(sorted(here.get(worker, 0.0) for here in windows), 0.99) for worker in range(workers)]
+    own = [percentile(sorted(one), 0.99) for one in zip(*_by_window(amounts, workers, until_s), strict=True)]
     return max(own) / mean(own) if sum(own) else math.nan
 
 
@@ -320,6 +281,12 @@ def mean(values: Sequence[float]) -> float:
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Return a percentile of sorted values; nan if there are none."""
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else math.nan
+
+
+def percentiles(name: str, values: Iterable[float], scale: float = 1.0) -> dict[str, float]:
+    """Return the median and the 99th percentile times `scale`, as `NAME_p50` and `NAME_p99`; nan if there are no values."""
+    ordered = sorted(values)
+    return {f"{name}_p{100 * share:.0f}": percentile(ordered, share) * scale for share in (0.5, 0.99)}
 
 
 def shortened(requests: Sequence[Request], found: Sequence[int]) -> list[Request]:
@@ -365,12 +332,8 @@ class Ideal:
             for window, share in shares.items():
                 lumps[window].append(request.prompt * share)
             water[max(shares)] += request.answer - 1
-        ratios: list[float] = []
-        for window in full_windows(self._requests[-1].at_s):
-            amounts = _levelled(lumps[window], water[window], self._workers)
-            if total := sum(amounts):
-                ratios += [amount * self._workers / total for amount in amounts]
-        return percentile(sorted(ratios), 0.99)
+        full = full_windows(self._requests[-1].at_s)
+        return _spread(_levelled(lumps[window], water[window], self._workers) for window in full)
 
     def dealt_balance(self) -> float:
         """Return the balance of the same engines, with the prompts of each window dealt out in advance."""

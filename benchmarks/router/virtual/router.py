@@ -11,14 +11,14 @@ from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.state import RequestState, RequestTerms
 from controller.frontend.request.step import step
-from controller.router.endpoints import Endpoint, Server, WorkerRank
+from controller.router.endpoints import Endpoint, Server
 from controller.router.index.index import KvIndex, Matches
+from controller.router.index.view import apply
 from controller.router.load.active_sequences import ActiveSequences
-from controller.router.load.replicas import Replicas
 from controller.router.selection.score import USUAL, Pricing, ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode
 from events.decisions import HealthStatus
-from events.kv import KvEvent, Removed, Stored
+from events.kv import KvEvent
 from events.observations import Profile, WorkerJoined
 
 NOTHING = Matches()
@@ -36,7 +36,6 @@ class SentRequest:
     request: Request
     state: RequestState
     endpoint: Endpoint = field(init=False)
-    holder: WorkerRank = field(init=False)
 
     @property
     def tokens(self) -> int:
@@ -54,17 +53,14 @@ class Router:
         pricing: Pricing = USUAL,
         seed: int = 1,
         *,
-        frontend: str = "",
         paced: bool = False,
     ) -> None:
-        """`frontend`: its name, if several frontends share their requests. `paced`: a prompt is expected to be read at
-        the speed that its worker has registered (a frontend's `--router-prefill-load-model profile`)."""
+        """`paced`: a prompt is expected to be read at the speed that its worker has registered (a frontend's
+        `--router-prefill-load-model profile`)."""
         self.endpoints = [Endpoint(worker, 1.0, HealthStatus.HEALTHY, expected=True) for worker in workers]
         self.index = KvIndex()
         self.slots = ActiveSequences()
-        self.replicas = Replicas(frontend, f"{frontend}'s life", self.slots) if frontend else None
-        self._holders = [WorkerRank(endpoint.worker, endpoint.instance) for endpoint in self.endpoints]
-        self._numbers = {holder: number for number, holder in enumerate(self._holders)}
+        self._numbers = {endpoint.key: number for number, endpoint in enumerate(self.endpoints)}
         self._chooser = Chooser(self.slots)
         self._mode, self._pricing, self._paced = mode, pricing, paced
         self._dice = Random(seed)
@@ -74,7 +70,7 @@ class Router:
         """Return the number of the worker that gets a request."""
         sent = self._sent[request.key] = SentRequest(request, RequestState(TERMS, now))
         self._feed(sent, LAUNCHED, now)
-        return self._numbers[sent.holder]
+        return self._numbers[sent.endpoint.key]
 
     def first(self, key: int, now: float) -> None:
         """Record that a request has its first token."""
@@ -111,7 +107,7 @@ class Router:
             mode=self._mode,
             pricing=self._pricing,
         )
-        sent.endpoint, sent.holder = choice.endpoint, choice.holder
+        sent.endpoint = choice.endpoint
         per_s = sent.endpoint.joined.profile.prefill_tokens_per_s
         self.slots.add(
             request.key,
@@ -127,16 +123,8 @@ class Router:
 
     def heard(self, worker: int, events: Sequence[KvEvent]) -> None:
         """Record what a worker's cache has stored and removed."""
-        if self._mode is not Mode.KV:
-            return
-        holder, index = self._holders[worker], self.index
-        for event in events:
-            if isinstance(event, Stored):
-                index.store(holder, event.parent, event.blocks)
-            elif isinstance(event, Removed):
-                index.remove(holder, event.blocks)
-            else:
-                index.forget(holder)
+        for event in events if self._mode is Mode.KV else ():
+            apply(self.index, self.endpoints[worker].holders[0], event)
 
 
 def workers(count: int, profile: Profile) -> list[WorkerJoined]:

@@ -1,11 +1,10 @@
 """Requests of a trace for a fleet in virtual time: arrival, lengths and block names."""
 
-import math
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from random import Random
 
@@ -26,20 +25,18 @@ class Request:
     names: Sequence[int]
 
 
-def read(path: Path, limit: int | None = None) -> list[TraceRow]:
-    """Read a trace, or its first `limit` rows. Raise BadTrace, also if all requests arrive at once."""
-    rows = list(islice(TraceReader(path), limit))
-    if not rows[-1].timestamp:
-        raise BadTrace(f"{path}: all {len(rows)} requests arrive at once, so there is no rate to change")
-    return rows
-
-
 def recorded(parser: ArgumentParser, path: Path, limit: int | None = None) -> list[TraceRow]:
-    """Read the trace that a command line names. If that fails, exit with a message."""
+    """Read the trace that a command line names, or its first `limit` rows.
+
+    Exit with a message if the trace cannot be read, or if all requests arrive at once.
+    """
     try:
-        return read(path, limit)
+        rows = list(islice(TraceReader(path), limit))
+        if not rows[-1].timestamp:
+            raise BadTrace(f"{path}: all {len(rows)} requests arrive at once, so there is no rate to change")
     except BadTrace as error:
         parser.error(f"{error} (set another with --trace)")
+    return rows
 
 
 def copies(rows: Sequence[TraceRow], count: int, seed: int) -> Iterator[TraceRow]:
@@ -75,11 +72,7 @@ def found(requests: Iterable[Request], block_tokens: int, capacity: int) -> Iter
     next one arrives: no fleet with as many blocks does better by more than chance. Evicts the least recently used block."""
     kept: dict[int, None] = {}
     for request in requests:
-        depth = 0
-        for name in request.names:
-            if name not in kept:
-                break
-            depth += 1
+        depth = sum(1 for _ in takewhile(kept.__contains__, request.names))
         for name in reversed(request.names):  # a prefix outlives its continuations
             kept.pop(name, None)
             kept[name] = None
@@ -93,14 +86,3 @@ def whole(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= NUMBER_MAX:
         raise ArgumentTypeError(f"{text!r} is not a whole number from 1 to {NUMBER_MAX}")
     return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse a flag's number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0.0 < number <= NUMBER_MAX:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0, and at most {NUMBER_MAX}")
-    return number
