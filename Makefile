@@ -31,7 +31,7 @@ GRAFANA_TYPES := @grafana/schema@11.6.16 typescript@5.9.3
 
 
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-alerts test-losses attack test-engines test-llamacpp test-nixl test-vllm lint docs call-paths dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
+.PHONY: install demo test test-slow tools test-fast test-seeds test-attacks test-alerts test-losses attack test-engines test-llamacpp test-nixl test-vllm lint docs call-paths dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -46,18 +46,27 @@ $(VENV)/.engines: $(VENV)/.installed
 	@echo "Installing torch and transformers into $(VENV) (once) …"
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev,planner,report,transformers]'
+	$(PIP) --no-deps xgrammar apache-tvm-ffi  # only for tests: the matcher of stock servers, which needs torch (but not triton)
 	@touch $@
 
 demo: install  ## inject every known fault into a fleet under load; show the user impact and a post-mortem
 	$(BIN)/holdfast demo
 
 # loadgroup: groups as tests/conftest.py assigns them
-test: install  ## all tests that do not need torch, with real NATS and Postgres servers
+ELSEWHERE := not engines and not llamacpp and not vllm and not attack and not seeds
+test: install  ## all tests but slow ones and those of other targets, with real NATS and Postgres servers (6 minutes on two cores)
+	@$(MAKE) --no-print-directory tools
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "$(ELSEWHERE) and not slow"
+
+test-slow: install  ## the tests that compute, or wait for processes, for seconds (13 minutes on two cores)
+	@$(MAKE) --no-print-directory tools
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "$(ELSEWHERE) and slow"
+
+tools:  ## what some tests need besides Python: Prometheus, Chromium, AsyncAPI's parser, Grafana's types
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus is not available: the tests that need it are skipped"
 	@$(MAKE) --no-print-directory chromium || echo "Chromium is not available: the tests that need it are skipped"
 	@$(MAKE) --no-print-directory asyncapi || echo "AsyncAPI's parser is not available: the test that needs it is skipped"
 	@$(MAKE) --no-print-directory grafana-types || echo "Grafana's types are not available: the tests that need them are skipped"
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
 test-seeds: install  ## 200 seeds of the simulator, with and without live requests (2 minutes)
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m seeds $(addprefix tests/simulator/,test_seeds.py test_planted.py test_rolling_updates.py)
@@ -70,7 +79,7 @@ WATCHERS := $(addprefix tests/attacks/,test_console_fleet.py test_webhooks_of_a_
 
 test-attacks: install  ## attacks on a whole fleet by intruders, clients and failing machines (4 minutes)
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus is not available: the tests that need it are skipped"
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES) $(WATCHERS)) -m "attack and not engines" \
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(addprefix --ignore ,$(LOSSES) $(WATCHERS)) -m "attack and not engines" \
 		tests/attacks tests/commands/goldens $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py \
 		test_spare_fleet.py test_overload_storm.py test_dashboard_queries.py test_watching.py)
 
@@ -93,7 +102,8 @@ test-fast: install  ## fast tests while changing a decider (less than a minute)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not servers and not engines" -k "not mypy" $(FAST)
 
 test-engines: $(VENV)/.engines  ## tests of the transformers engine, with torch on the CPU
-	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/workers/transformers_engine tests/e2e/test_survival.py tests/frontend/openai/text/test_chat_templates.py
+	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/workers/transformers_engine tests/e2e/test_survival.py tests/frontend/openai/text/test_chat_templates.py \
+		tests/events/grammar/test_xgrammar_masks.py
 
 test-llamacpp: $(VENV)/.engines  ## tests of the openai engine and a whole fleet against two real llama-servers, built here
 	$(BIN)/python tests/workers/openai/llamacpp_build.py $(LLAMACPP)

@@ -16,13 +16,17 @@ import structlog
 from waits import until
 from xdist.scheduler import LoadScopeScheduling
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.postgres import start_postgres
+from controller.adapters.embedded.server import EmbeddedServer
 from events.journal import broker
 from events.nats import connection
 
 TOGETHER = (  # on one xdist worker: they share a fleet, parsed files, or another fixture of their module
-    *("test_operating.py", "test_survival.py", "test_up.py", "test_upstream_faults.py"),
-    *("test_house.py", "test_kv_feed.py"),
+    *("test_operating.py", "test_survival.py", "test_up.py"),
+    *("test_upstream_changes.py", "test_upstream_faults.py"),
+    *("test_docstrings.py", "test_house.py", "test_kv_feed.py"),
+    *("test_poison_requests.py", "test_published_types.py"),
     *("test_replay_cli.py", "test_trace_chat.py", "test_trace_synthesis.py"),
 )
 Eventually = Callable[..., Awaitable[object]]

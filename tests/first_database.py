@@ -9,8 +9,8 @@ from once import made_once
 
 from controller.adapters.embedded import cluster
 from controller.adapters.embedded.accounts import DatabaseAccounts, DatabaseUrls
-from controller.adapters.embedded.postgres import opened
-from controller.adapters.embedded.servers import EmbeddedServer, start_postgres
+from controller.adapters.embedded.postgres import opened, start_postgres
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres import migrate
 
 NAME = "holdfast"  # the migrated database

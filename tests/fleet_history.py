@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 import nats
+from memory_journal import MemoryStream
 from nats.aio.client import Client
 
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
@@ -17,7 +18,6 @@ from events import observations as o
 from events.decisions import Absorbed
 from events.fact import Decision, Fact, Observation, Recorded
 from events.journal import messages
-from events.journal.memory import MemoryStream
 from events.order import Order
 
 EPOCH = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)

@@ -33,7 +33,7 @@ OTHERS_TEXT = (  # recorded, generated from elsewhere, or written by other proje
     "tests/frontend/openai/text/chat_templates/",
     "docs/reference/asyncapi.yaml",
     "docs/reference/schemas/",
-    "controller/frontend/openai/text/builtin_sim_tokenizer.json",
+    "events/builtin_sim_tokenizer.json",
 )
 ALLOWED = ROOT / "tests" / "people_lines.txt"
 

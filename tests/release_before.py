@@ -9,8 +9,8 @@ from record import restore
 
 from controller.adapters.embedded import cluster
 from controller.adapters.embedded.free_port import free_port
+from controller.adapters.embedded.nats import start_nats
 from controller.adapters.embedded.postgres import opened
-from controller.adapters.embedded.servers import start_nats
 
 RELEASE = Path(__file__).parent / "fixtures" / "0.1.0"
 OWNER = "holdfast"  # its superuser

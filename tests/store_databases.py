@@ -9,10 +9,10 @@ from typing import Any
 import asyncpg
 import first_database
 import pytest
+from memory_store import MemoryStore, MemoryTables
 
 from controller.adapters.embedded.cluster_sql import connect_rights
-from controller.adapters.embedded.servers import EmbeddedServer
-from controller.adapters.memory_store import MemoryStore, MemoryTables
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres.store import PostgresStore
 
 _numbers = itertools.count()

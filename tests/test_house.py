@@ -28,6 +28,7 @@ LIMITS = {
     "lines_of_a_function": 60,
     "lines_of_a_file": 600,  # an outer bound
     "parameters_of_a_constructor": 8,
+    "methods_of_a_frontend_class": 19,
     "modules_of_a_folder": 22,
     "classes_of_one_name": 1,
     "blocks_for_type_checkers": 3,
@@ -116,6 +117,13 @@ def parameters_of_a_constructor() -> Iterator[Found]:
         if node.name == "__init__":
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             yield Found(len(arguments) - 1, where)
+
+
+def methods_of_a_frontend_class() -> Iterator[Found]:
+    for where, node in every(ast.ClassDef, of=("controller/frontend",)):
+        assert isinstance(node, ast.ClassDef)
+        methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        yield Found(len(methods), f"{where} {node.name}")
 
 
 def modules_of_a_folder() -> Iterator[Found]:
@@ -276,6 +284,7 @@ MEASURES: dict[str, Callable[[], Iterator[Found] | list[Found]]] = {
     measure.__name__: measure
     for measure in (
         lines_of_a_function, lines_of_a_file, parameters_of_a_constructor, modules_of_a_folder, classes_of_one_name,
+        methods_of_a_frontend_class,
         blocks_for_type_checkers, calls_through_another_object, unexplained_private_access, uses_of_a_forbidden_word,
         patches_in_tests, private_attributes_in_tests, public_things_that_say_nothing,
     )
@@ -286,10 +295,12 @@ def test_every_limit_is_measured() -> None:
     assert LIMITS.keys() == MEASURES.keys()
 
 
+@pytest.mark.slow
 def test_pure_modules_have_docstrings() -> None:
     assert not [where for where in silent_things() if where.startswith(PURE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_code_keeps_its_limits(name: str) -> None:
     over = [f"{found.size}: {found.where}" for found in MEASURES[name]() if found.size > LIMITS[name]]

@@ -6,6 +6,7 @@ from plain_english import ALLOWED, ROOT, breaches, files, sentences
 ALLOWED_MAX = 80  # lines that speak of people
 
 
+@pytest.mark.slow
 def test_what_people_read_is_plain_english() -> None:
     assert [breach for path in files() for breach in breaches(path)] == []
 

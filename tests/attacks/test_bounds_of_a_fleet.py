@@ -12,7 +12,7 @@ from fleet import holdfast, running, streamed, undisturbed
 from store_databases import execute
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.processes.operator_client import find
 from controller.runtime.snapshot_publisher import newest_kept
 from events.journal import bounds
@@ -86,7 +86,7 @@ async def newer_than(journal: NatsJournal, kept: SnapshotPosition) -> SnapshotPo
     return await until(newer, 60, every_s=0.2)
 
 
-async def said(fleet: DemoFleet, *command: str) -> str:
+async def said(fleet: LocalFleet, *command: str) -> str:
     """Run a command that finds nothing wrong, and return its output."""
     ran = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
     assert ran.returncode == 0, ran.stdout + ran.stderr

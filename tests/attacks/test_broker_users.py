@@ -13,9 +13,9 @@ import nats
 from fleet import holdfast, running, streamed, undisturbed
 from waits import until
 
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.embedded.nats_log import STRANGER, refusals
 from controller.adapters.embedded.nats_users import BrokerUsers
-from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import find
 from events import codec, subjects
 from events.fact import Fact, Skipped
@@ -31,7 +31,7 @@ FLAGS = (
 )
 
 
-def refused(fleet: DemoFleet) -> dict[str, int]:
+def refused(fleet: LocalFleet) -> dict[str, int]:
     """Return the number of the broker's refusals so far, by account."""
     said = (fleet.data / "nats" / "nats-server.log").read_bytes()
     known = BrokerUsers(fleet.data / "secrets" / "nats").names_by_key()
@@ -59,7 +59,7 @@ async def test_a_fleet_has_all_permissions_it_needs_and_a_forger_has_none(tmp_pa
 class joined:
     """Workers that join a running fleet through its directory."""
 
-    def __init__(self, fleet: DemoFleet, name: str, count: int) -> None:
+    def __init__(self, fleet: LocalFleet, name: str, count: int) -> None:
         words = ["worker", "--name", name, "--count", str(count), "--data", str(fleet.data)]
         self.command = [sys.executable, "-m", "controller.cli", *words, "--request-plane", "nats", "--chaos"]
         self.log = fleet.data / "logs" / f"{name}.log"
@@ -73,7 +73,7 @@ class joined:
         self.process.wait(60)
 
 
-async def a_day_of(fleet: DemoFleet) -> None:
+async def a_day_of(fleet: LocalFleet) -> None:
     """Run every kind of operation: requests, a drain, rehearsals, restarts, commands."""
     data = ("--data", str(fleet.data))
     prompts = [[300 + n] * 40 for n in range(6)]
@@ -101,7 +101,7 @@ async def a_day_of(fleet: DemoFleet) -> None:
     await fleet.healthy(4)
 
 
-async def no_forger_gets_through(fleet: DemoFleet) -> None:
+async def no_forger_gets_through(fleet: LocalFleet) -> None:
     """A thief of a worker's seed cannot publish for others, and a client without a seed is not admitted."""
     url = find(fleet.data)["nats_url"]
     before = await last(url)
@@ -129,7 +129,7 @@ async def no_forger_gets_through(fleet: DemoFleet) -> None:
     assert await last(url) >= before
 
 
-async def it_is_told(fleet: DemoFleet) -> None:
+async def it_is_told(fleet: LocalFleet) -> None:
     """Attempts are reported with their sender and number on the journal, on the console and among the metrics. No message of a
     forger is on the journal."""
     tried: dict[str, int] = {}

@@ -14,7 +14,7 @@ from fleet import running, streamed, undisturbed
 from nats.aio.client import Client
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.processes.operator_client import find
 from events import codec, subjects
 from events.fact import Fact
@@ -77,12 +77,12 @@ def lives(status: Any) -> dict[str, str]:
 class Intruder:
     """An attacker with a worker's broker account."""
 
-    def __init__(self, fleet: DemoFleet, connection: Client, joined: WorkerJoined) -> None:
+    def __init__(self, fleet: LocalFleet, connection: Client, joined: WorkerJoined) -> None:
         self.fleet, self.connection, self.joined = fleet, connection, joined
         self.told: list[str] = []
 
     @classmethod
-    async def of(cls, fleet: DemoFleet) -> "Intruder":
+    async def of(cls, fleet: LocalFleet) -> "Intruder":
         (place,) = addresses(find(fleet.data)["nats_url"])
         seed = keys.seed_file(fleet.data / "secrets" / "nats", USER)
         facts = [event.fact for event in await fleet.events()]
@@ -140,7 +140,7 @@ class Intruder:
     async def floods(self) -> None:
         left = WorkerLeft(worker="w1", instance="i", mode="graceful", exit=0)
         said, body = headers(left, "worker:w1:x", 3), bytes(4000)
-        subject = subjects.said(USER, subjects.subject(left))
+        subject = subjects.fact_of_worker(USER, subjects.subject(left))
         try:
             async with asyncio.timeout(20):  # nats-py may wait forever on a closed connection
                 for n in range(FLOOD):
@@ -149,7 +149,7 @@ class Intruder:
             self.told.append(repr(error))
 
     async def say(self, fact: Fact, source: str, number: int = 1) -> Any:
-        subject = subjects.said(USER, subjects.subject(fact))
+        subject = subjects.fact_of_worker(USER, subjects.subject(fact))
         answer = await self.connection.request(
             subject, codec.encode_body(fact), 10, headers=headers(fact, source, number)
         )

@@ -13,21 +13,21 @@ from playwright.async_api import BrowserContext, Page
 from rehearsal import FLAGS, users
 
 from benchmarks import browser
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.process.presence import present
 
 pytestmark = pytest.mark.skipif(browser.installed() is None, reason=browser.NONE)
 WITHIN_MS = 30_000
 
 
-def console_of(fleet: DemoFleet) -> str:
+def console_of(fleet: LocalFleet) -> str:
     """Return the URL of a fleet's console."""
     (frontend,) = (one for one in present(fleet.data) if one.role == "frontend")
     return f"{frontend.url}/console"
 
 
 @asynccontextmanager
-async def looking(fleet: DemoFleet, home: Path) -> AsyncIterator[tuple[BrowserContext, Page, list[str]]]:
+async def looking(fleet: LocalFleet, home: Path) -> AsyncIterator[tuple[BrowserContext, Page, list[str]]]:
     """Open its console."""
     async with browser.browser(home) as found:
         context = await found.new_context(viewport={"width": 1280, "height": 1000})
@@ -79,7 +79,7 @@ async def test_the_console_shows_a_failing_worker_its_post_mortem_and_a_request(
             assert complaints == []
 
 
-async def until_answered(fleet: DemoFleet) -> None:
+async def until_answered(fleet: LocalFleet) -> None:
     """Look a request up while it is answered."""
     async with aiohttp.ClientSession() as http:
         body = {"model": "sim", "prompt": [300] * 20, "max_tokens": 400, "stream": True, "ignore_eos": True}

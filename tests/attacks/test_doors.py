@@ -16,7 +16,7 @@ from release_before import OWNER, lay_database, lay_journal
 from store_databases import execute
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.processes.operator_client import read_all
 from events.broker_users import ROLES
 from events.nats.bus import NatsBus
@@ -79,7 +79,7 @@ async def test_a_fleets_ports_require_keys_and_answer_no_other_site(tmp_path: Pa
     assert files_holding(tmp_path / "fleet", first, second, wrong) == []
 
 
-async def asked(session: aiohttp.ClientSession, fleet: DemoFleet, key: str) -> int:
+async def asked(session: aiohttp.ClientSession, fleet: LocalFleet, key: str) -> int:
     """Request two tokens with a key; return the status. A refusal has OpenAI's format."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"model": "sim", "prompt": [300, 301], "max_tokens": 2}
@@ -93,7 +93,7 @@ async def asked(session: aiohttp.ClientSession, fleet: DemoFleet, key: str) -> i
         return answer.status
 
 
-async def no_other_site_is_answered(session: aiohttp.ClientSession, fleet: DemoFleet) -> list[str]:
+async def no_other_site_is_answered(session: aiohttp.ClientSession, fleet: LocalFleet) -> list[str]:
     """Query each admin port as another site's page would, then as Prometheus does; return the ports that answer the latter."""
     ports = [
         p["url"] for p in (await fleet.status())["processes"] if str(p.get("url", "")).startswith("http")
@@ -122,7 +122,7 @@ def open_to_others(data: Path) -> list[Path]:
     return [path for path in found if path.lstat().st_mode & 0o077]
 
 
-async def the_former_superuser_is_refused(fleet: DemoFleet, reader: str) -> None:
+async def the_former_superuser_is_refused(fleet: LocalFleet, reader: str) -> None:
     """The former superuser has no access any more."""
     place = reader.partition("@")[2]
     for account in (OWNER, "holdfast_reader", "holdfast_owner"):
@@ -156,7 +156,7 @@ def secrets_of(data: Path) -> list[str]:
     return [*passwords.values(), (data / "secrets" / "fleet.key").read_text().strip(), *seeds]
 
 
-async def the_broker_admits_known_accounts_only(fleet: DemoFleet) -> None:
+async def the_broker_admits_known_accounts_only(fleet: LocalFleet) -> None:
     """It has one port, and no monitoring page beside it."""
     (pid,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "nats")
     (door,) = (c.laddr for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN)
@@ -165,7 +165,7 @@ async def the_broker_admits_known_accounts_only(fleet: DemoFleet) -> None:
     await stranger.close()
 
 
-def no_secret_in_sight(fleet: DemoFleet) -> None:
+def no_secret_in_sight(fleet: LocalFleet) -> None:
     """No password is where others on this host look: among the arguments of processes, in what commands show, in logs."""
     passwords = secrets_of(fleet.data)
     shown = [" ".join(process.cmdline()) for process in fleet.family() if psutil.pid_exists(process.pid)]

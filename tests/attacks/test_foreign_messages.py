@@ -11,8 +11,8 @@ from fleet import holdfast, running, streamed, undisturbed
 from nats.aio.client import Client
 from waits import until
 
-from controller.adapters.embedded.servers import EmbeddedServer
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.processes.operator_client import read_all
 from events import codec, subjects
 from events.decisions import Absorbed
@@ -81,7 +81,7 @@ async def test_nonsense_stops_no_process_and_unknown_events_stop_folds_until_qua
         await broker.close()
 
 
-async def quarantined(fleet: DemoFleet, broker: Client) -> None:
+async def quarantined(fleet: LocalFleet, broker: Client) -> None:
     """Publish an event that may be a newer version's: every fold stops until an operator has decided."""
     place = ["--data", str(fleet.data)]
     unknown = headers(HEARD, "worker_dreamt")
@@ -101,7 +101,7 @@ async def quarantined(fleet: DemoFleet, broker: Client) -> None:
     assert await streamed(fleet, [400, 401], 16) == undisturbed([400, 401], 16)
 
 
-async def forged(fleet: DemoFleet, broker: Client) -> None:
+async def forged(fleet: LocalFleet, broker: Client) -> None:
     """Publish a decision as a controller would, with a number that is not next: every fold stops until an operator has
     decided. Then all continue by themselves."""
     place = ["--data", str(fleet.data)]
@@ -139,7 +139,7 @@ async def forged(fleet: DemoFleet, broker: Client) -> None:
     assert await streamed(fleet, [600, 601], 16) == undisturbed([600, 601], 16)
 
 
-async def out_of_turn(fleet: DemoFleet, broker: Client) -> tuple[int, int]:
+async def out_of_turn(fleet: LocalFleet, broker: Client) -> tuple[int, int]:
     """Return the sequence of a forged decision, and the number of the last decision before it."""
     while True:
         events = await fleet.events()
@@ -158,7 +158,7 @@ async def out_of_turn(fleet: DemoFleet, broker: Client) -> tuple[int, int]:
         return ack.seq, number
 
 
-def chosen(fleet: DemoFleet) -> str:
+def chosen(fleet: LocalFleet) -> str:
     """Return the worker that a frontend would choose now; "" if it has none."""
     asked = holdfast("route", "--prompt", "x", "-o", "json", "--data", str(fleet.data))
     return "" if asked.returncode else str(json.loads(asked.stdout)["chosen"]["worker"])

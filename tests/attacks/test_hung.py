@@ -8,7 +8,7 @@ import psutil
 import pytest
 from fleet import holdfast, running
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 
 WORKERS = 4
 FLAGS = (
@@ -22,7 +22,7 @@ def processes(status: dict[str, Any]) -> dict[str, int]:
     return {worker["id"]: worker["pid"] for worker in status["workers"]}
 
 
-async def back(fleet: DemoFleet, before: dict[str, int], *names: str) -> dict[str, int]:
+async def back(fleet: LocalFleet, before: dict[str, int], *names: str) -> dict[str, int]:
     """Wait until all workers serve, these in new processes; return their pids."""
 
     def holds(status: dict[str, Any]) -> bool:

@@ -10,13 +10,13 @@ from fleet import holdfast, running, streamed, undisturbed
 from test_up_servers import FAST, said
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.subjects import STREAM
 
 PROMPT = (300, 301, 302)
 
 
-async def is_rebuilt(fleet: DemoFleet, times: int) -> None:
+async def is_rebuilt(fleet: LocalFleet, times: int) -> None:
     """Wait until it was reported `times` times, the projector has caught up, and the store matches the journal."""
     await until(lambda: fleet.log.read_text().count("the state store was rebuilt") >= times, 60)
     await fleet.until(lambda s: s["projector"]["lag"] == 0, within_s=60)
@@ -45,7 +45,7 @@ async def test_the_database_is_rebuilt_from_the_journal_and_a_lost_journal_is_re
     assert "holdfast up --accept-journal" in refused.stderr.splitlines()[-1]
 
 
-async def loses_its_journal(fleet: DemoFleet) -> None:
+async def loses_its_journal(fleet: LocalFleet) -> None:
     """Remove the stream from the broker's disk: requests are served, it is reported, and no process creates another."""
     status = await fleet.healthy(2)
     (stored,) = (fleet.data / "nats" / "store").rglob(f"streams/{STREAM}")

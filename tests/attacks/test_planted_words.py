@@ -23,11 +23,12 @@ from store_databases import execute
 from upstream import Upstream
 from waits import until
 
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.embedded.free_port import free_port
-from controller.adapters.embedded.servers import nats_binary, start_postgres
-from controller.demo.fleet import DemoFleet
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
-from controller.processes.children import die_with
+from controller.adapters.embedded.nats import nats_binary
+from controller.adapters.embedded.postgres import start_postgres
+from controller.adapters.embedded.server import die_with
+from events.token_bytes import BUILTIN_FILE
 
 WORDS = "Zitronenfalter-und-Pfauenauge"
 KEY = f"sk-{secrets.token_hex(16)}"  # of the upstream
@@ -117,7 +118,7 @@ def holds(place: Path, words: str) -> list[str]:
     return [name for name in files_holding(place, words) if name not in kept]
 
 
-async def plant(fleet: DemoFleet, servers: tuple[Upstream, Upstream]) -> None:
+async def plant(fleet: LocalFleet, servers: tuple[Upstream, Upstream]) -> None:
     """Send every request while all is well, and some of them during every fault; kill a worker meanwhile."""
     asked = list(requests())
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:

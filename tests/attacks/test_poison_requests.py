@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from fleet import client, running, streamed, undisturbed
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.observations import RequestAbandoned, RequestPoisonous, WorkerLeft
 
 WORKERS = 4
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalFleet]:
     folder: Path = tmp_path_factory.mktemp("poison")
     flags = ("--workers", str(WORKERS), "--itl-ms", "20", "--canary-interval", "1")
     told = {"HOLDFAST_WORKER_FATAL_TOKENS": ",".join(map(str, FATAL))}
@@ -34,7 +34,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoF
         yield fleet
 
 
-async def poison(fleet: DemoFleet) -> openai.APIStatusError:
+async def poison(fleet: LocalFleet) -> openai.APIStatusError:
     """Send a request that crashes engines; return the refusal."""
     async with client(fleet) as api:
         with pytest.raises(openai.APIStatusError) as refused:
@@ -46,7 +46,7 @@ def prompt_of(number: int) -> list[int]:
     return [400 + number, 500, 600]
 
 
-async def test_a_poisonous_request_costs_two_workers_however_often_it_is_repeated(fleet: DemoFleet) -> None:
+async def test_a_poisonous_request_costs_two_workers_however_often_it_is_repeated(fleet: LocalFleet) -> None:
     others = [asyncio.ensure_future(streamed(fleet, prompt_of(n), TOKENS)) for n in range(12)]
     refused = [await asyncio.gather(*[poison(fleet) for _ in range(CLIENTS)]) for _ in range(3)]
     assert {error.status_code for round_ in refused for error in round_} == {422}

@@ -9,7 +9,7 @@ import nats
 from fleet import running
 from waits import until
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from events.journal.nats import NatsJournal
 from events.subjects import STREAM
 

@@ -13,7 +13,7 @@ from rogue_fleet import refused, reported, with_rogue
 from waits import until
 
 from benchmarks.attack.rogue import RogueWorker, Spoil
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.observations import CanaryPassed, CanarySlow
 from events.wire import Chunk, Logprob
 
@@ -103,7 +103,7 @@ async def test_a_worker_that_lies_to_users_alone_is_convicted_by_canaries_withou
         assert await streamed(fleet, [300, 301], TOKENS) == undisturbed([300, 301], TOKENS)
 
 
-async def passed(fleet: DemoFleet, worker: str) -> set[str]:
+async def passed(fleet: LocalFleet, worker: str) -> set[str]:
     """Return the canaries that a worker has passed."""
     facts = [event.fact for event in await fleet.events()]
     return {
@@ -113,7 +113,7 @@ async def passed(fleet: DemoFleet, worker: str) -> set[str]:
     }
 
 
-async def whole(fleet: DemoFleet, prompt: list[int]) -> None:
+async def whole(fleet: LocalFleet, prompt: list[int]) -> None:
     """Read a streamed answer and one with logprobs; both are as from any worker."""
     assert await streamed(fleet, prompt, TOKENS) == undisturbed(prompt, TOKENS)
     status, body = await asked(fleet, prompt, logprobs=1)
@@ -123,7 +123,7 @@ async def whole(fleet: DemoFleet, prompt: list[int]) -> None:
     assert all(math.isfinite(one) and one <= 0.01 for one in choice["logprobs"]["token_logprobs"])
 
 
-async def asked(fleet: DemoFleet, prompt: list[int], **more: Any) -> tuple[int, Any]:
+async def asked(fleet: LocalFleet, prompt: list[int], **more: Any) -> tuple[int, Any]:
     body = {
         "model": "sim",
         "prompt": prompt,
@@ -141,7 +141,7 @@ async def asked(fleet: DemoFleet, prompt: list[int], **more: Any) -> tuple[int, 
         return answer.status, json.loads(text)
 
 
-async def refusal_in_our_words(fleet: DemoFleet, rogue: RogueWorker) -> None:
+async def refusal_in_our_words(fleet: LocalFleet, rogue: RogueWorker) -> None:
     """A client error that only the worker claims is refused with our own message."""
     async with asyncio.timeout(60):
         for turn in itertools.count():

@@ -13,8 +13,8 @@ from rogue_fleet import instances, reported, with_rogue
 from waits import until
 
 from benchmarks.attack.rogue import RogueWorker
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 from events.observations import WorkerJoined
+from events.token_bytes import BUILTIN_FILE
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 PROMPT_TOKENS = 96  # six blocks of 16

@@ -11,7 +11,7 @@ import openai
 from fleet import holdfast, running, streamed, undisturbed
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.processes import up
 from events.decisions import Absorbed
 from events.fact import Decision
@@ -25,7 +25,7 @@ async def test_a_fleet_that_starts_waits_for_an_operators_decision(tmp_path: Pat
         await fleet.healthy(1)
         seq = await forged(fleet)
     begun = len(fleet.log.read_text())
-    again = DemoFleet.start(data, *flags)
+    again = LocalFleet.start(data, *flags)
     try:
         async with asyncio.timeout(240):
             await does_not_give_up(again, begun, f"at {seq}, is out of turn")
@@ -40,13 +40,13 @@ async def test_a_fleet_that_starts_waits_for_an_operators_decision(tmp_path: Pat
         again.end()
 
 
-async def answered(fleet: DemoFleet) -> str:
+async def answered(fleet: LocalFleet) -> str:
     """Return a frontend's answer, once it has read further and knows the current worker."""
     failing = (openai.InternalServerError,)
     return await until(lambda: streamed(fleet, [1, 2], 8), 60, every_s=0.2, failing=failing)
 
 
-async def forged(fleet: DemoFleet) -> int:
+async def forged(fleet: LocalFleet) -> int:
     """Write a decision, as anything with a controller's seed can, and return its sequence."""
     journal = await NatsJournal.connect(fleet.nats_url("controller"), "controller:forger", make=False)
     try:
@@ -62,7 +62,7 @@ async def forged(fleet: DemoFleet) -> int:
         await journal.close()
 
 
-async def does_not_give_up(fleet: DemoFleet, begun: int, sentence: str) -> None:
+async def does_not_give_up(fleet: LocalFleet, begun: int, sentence: str) -> None:
     """Wait until a controller has ended more often than `up` tolerates before the fleet is ready. `begun`: where the log
     began."""
 

@@ -12,7 +12,7 @@ from standardwebhooks import Webhook as Verifier
 from waits import until
 from webhook_receiver import Act, Received, Receiver, receiving
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.webhooks.settings import DEFAULT_KINDS
 from events.observations import IntrusionRefused
 
@@ -33,14 +33,14 @@ def closed(receiver: Receiver, incidents: int) -> bool:
     return len({*kinds}) >= incidents
 
 
-async def said(fleet: DemoFleet) -> list[str]:
+async def said(fleet: LocalFleet) -> list[str]:
     """Return the ids that should have been delivered, by the journal."""
     events = await fleet.events()
     assert not [event for event in events if isinstance(event.fact, IntrusionRefused)]
     return [event.id for event in events if event.fact.kind() in DEFAULT_KINDS]
 
 
-async def all_is_told(receiver: Receiver, fleet: DemoFleet, incidents: int) -> None:
+async def all_is_told(receiver: Receiver, fleet: LocalFleet, incidents: int) -> None:
     """Wait until this number of incidents have been delivered to their end, and no event of the journal is missing."""
     await receiver.until(lambda: closed(receiver, incidents), 60)
 
@@ -50,7 +50,7 @@ async def all_is_told(receiver: Receiver, fleet: DemoFleet, incidents: int) -> N
     await until(complete, 60, every_s=0.1)
 
 
-async def notifier_dies(fleet: DemoFleet) -> None:
+async def notifier_dies(fleet: LocalFleet) -> None:
     (pid,) = (one["pid"] for one in (await fleet.status())["processes"] if one["role"] == "notifier")
     os.kill(pid, signal.SIGKILL)
 

@@ -8,6 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 from frontend_kit import Kit, frontend
 from json_types import Json
+from memory_bus import MemoryBus
+from memory_cell import MemoryCell
+from memory_journal import MemoryJournal, MemoryStream
 from real_worker import RealWorker
 from waits import until
 
@@ -18,14 +21,11 @@ from controller.ports import Answer, Command
 from controller.runtime.beats import Beats
 from controller.runtime.commands import OperatorCommands
 from controller.runtime.lease import Lease
-from controller.runtime.operations import ControlOperations, FleetSources
+from controller.runtime.operations import ControlOperations
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Recorded
-from events.journal.cell import MemoryCell
-from events.journal.memory import MemoryJournal, MemoryStream
-from events.nats.bus import MemoryBus
 from events.observations import CanaryFailed, CanaryPassed, WorkerJoined
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
@@ -48,9 +48,9 @@ class FleetInProcess:
 
     def follow(self, view: FleetView, batch: Sequence[Recorded]) -> None:
         """Pass a batch to the frontend, as its process does."""
-        self.commands.heard(batch)
+        self.commands.record_outcomes(batch)
         alive = [worker.joined for worker in view.fleet.workers.values() if worker.alive]
-        self.kit.plane.want({joined.worker: Address.of(joined) for joined in alive})
+        self.kit.plane.set_workers({joined.worker: Address.of(joined) for joined in alive})
         self.kit.director.absorb(view.fleet, batch)
 
     async def add(self, name: str) -> RealWorker:
@@ -112,6 +112,11 @@ async def _no_store() -> None:
     """Return the state store's position: there is no store."""
 
 
+async def _no_files() -> Json:
+    """Return the sizes of journal and spools: there are none."""
+    return {}
+
+
 @asynccontextmanager
 async def fleet_in_process() -> AsyncIterator[FleetInProcess]:
     """Run a frontend and a controller, without workers yet."""
@@ -123,10 +128,10 @@ async def fleet_in_process() -> AsyncIterator[FleetInProcess]:
     commands = OperatorCommands(
         ours, clock, seq=lambda: view.seq, leading=lambda: reconciler.leading, vacant=lambda: False
     )
-    sources = FleetSources(
-        fleet=lambda: view.fleet, leader=lambda: "c1", present=lambda: [], projected=_no_store
-    )
-    operations = ControlOperations(sources, ours, MemoryBus(), Beats(clock), chaos=False)
+    operations = ControlOperations(
+        fleet=lambda: view.fleet, leader=lambda: "c1", present=lambda: [], projected=_no_store, stored=_no_files,
+        journal=ours, bus=MemoryBus(), beats=Beats(clock), injects_faults=False,
+    )  # fmt: skip
     async with frontend(moving=MOVING) as kit:
         fleet = FleetInProcess(kit, view, MemoryJournal(stream, "test"), commands, operations)
         view.listen(fleet.follow)

@@ -28,11 +28,13 @@ from canary_world import CountingMeter, FakePlane, FakeWorker, joined
 from fleet_history import History
 from fleet_in_process import FleetInProcess, fleet_in_process
 from frontend_kit import keep_busy
+from memory_cell import MemoryCell
+from memory_journal import MemoryJournal, MemoryStream
 from real_worker import RealWorker
 from simulated_frontend import simulated
+from virtual_clock import VirtualClock
 from waits import turns, until
 
-from controller.adapters.clock import VirtualClock
 from controller.adapters.postgres.store import PostgresStore
 from controller.deciders.fleet import FleetPolicy
 from controller.replay import cli
@@ -45,8 +47,6 @@ from controller.runtime.projection.projector import Projector
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import CanarySettings
 from controller.runtime.view import FleetView
-from events.journal.cell import MemoryCell
-from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import RequestMigrated
 
 PROMPT = [300 + n for n in range(40)]
@@ -184,6 +184,7 @@ async def canary_world() -> AsyncIterator[CanaryWorld]:
         await asyncio.gather(*running, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_canary(recorder: CallRecorder) -> None:
     async with canary_world() as world:
         first, _ = await world.join("w1"), await world.join("w2")
@@ -195,6 +196,7 @@ async def test_canary(recorder: CallRecorder) -> None:
     assert_within_limits("canary", way)
 
 
+@pytest.mark.slow
 @pytest.mark.servers
 async def test_projection(recorder: CallRecorder, database_url: str) -> None:
     history, store = History().start().corruption(), PostgresStore(database_url)
@@ -212,6 +214,7 @@ async def test_projection(recorder: CallRecorder, database_url: str) -> None:
     assert_within_limits("projection", way)
 
 
+@pytest.mark.slow
 async def test_what_if(recorder: CallRecorder) -> None:
     history = History().start().corruption()
     parser = argparse.ArgumentParser()

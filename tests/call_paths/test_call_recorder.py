@@ -153,6 +153,7 @@ async def _thread(a: ModuleType, b: ModuleType) -> None:
 FORTH, BACK = ("ours/caller.py", "ours/called.py"), ("ours/called.py", "ours/caller.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "edges"),
     [

@@ -34,6 +34,7 @@ def everything(world: World) -> set[str]:
 # --- whole fleets -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", [0, 12])
 async def test_one_flip_in_five_at_a_near_tie_convicts_no_worker_and_disputes_no_golden(
     position: int,
@@ -47,6 +48,7 @@ async def test_one_flip_in_five_at_a_near_tie_convicts_no_worker_and_disputes_no
     assert all(worker.asked > 250 for worker in world.plane.workers.values())
 
 
+@pytest.mark.slow
 async def test_a_golden_that_was_recorded_with_a_near_tie_in_it_convicts_no_worker() -> None:
     """Goldens on the journal of an earlier version contain near ties."""
     world = a_fleet(CanarySettings(interval_s=3.0, margin_min=0.0), ties=(12, 20))
@@ -75,6 +77,7 @@ async def test_a_wrong_token_before_or_beside_the_tie_is_still_convicted_at_once
     assert world.status("w0") == "HEALTHY"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", [3, 31])
 async def test_without_logprobs_one_flip_in_five_convicts_no_worker(position: int) -> None:
     for seed in range(3):
@@ -88,6 +91,7 @@ async def test_without_logprobs_one_flip_in_five_convicts_no_worker(position: in
         assert not [fact for fact in world.facts(CanaryFailed) if fact.confirmed]
 
 
+@pytest.mark.slow
 async def test_without_logprobs_a_worker_that_is_always_wrong_is_convicted_by_the_first_canary() -> None:
     world = World(CanarySettings(interval_s=10.0))
     for name in ("w0", "w1", "w2"):

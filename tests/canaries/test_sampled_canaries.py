@@ -52,6 +52,7 @@ async def test_a_worker_with_only_its_sampler_broken_is_out_of_service_within_a_
     assert world.status("w2") == "HEALTHY"
 
 
+@pytest.mark.slow
 async def test_a_worker_returns_only_after_sampled_canaries_have_passed() -> None:
     world = await a_fleet("w1", "w2")
     async with world.running():
@@ -65,6 +66,7 @@ async def test_a_worker_returns_only_after_sampled_canaries_have_passed() -> Non
         await world.until(lambda: world.status("w1") == "HEALTHY", 400)
 
 
+@pytest.mark.slow
 async def test_the_last_worker_in_service_is_reported_and_not_convicted() -> None:
     world = await a_fleet("w1", "w2")
     async with world.running():
@@ -95,7 +97,7 @@ async def test_a_worker_that_was_just_reported_wrong_is_not_counted_as_serving()
     async with world.running():
         await world.pass_time(40)
         check = world.loop.sampling
-        check.accuse("w1", "w1-1")
+        check.note_wrong_answer("w1", "w1-1")
         assert not check.may_convict(world.fleet.workers["w2"])
         await world.pass_time(ACCUSED_S + 1)  # no decision followed
         assert check.may_convict(world.fleet.workers["w2"])
@@ -130,6 +132,7 @@ async def test_if_all_workers_draw_unlikely_tokens_from_the_start_none_is_convic
     assert {fact.worker for fact in world.facts(TokensUnlikely)} == {"w1", "w2", "w3"}
 
 
+@pytest.mark.slow
 async def test_one_canary_in_five_is_sampled_and_passes_on_correct_workers() -> None:
     for seeded in (True, False):
         world = await a_fleet("w1", "w2", seeded=seeded)
@@ -153,6 +156,7 @@ async def test_the_first_canary_has_one_seed_and_a_repetition_others() -> None:
     assert len(set(seeds[-4:])) == 4
 
 
+@pytest.mark.slow
 async def test_no_seed_is_sent_after_the_same_seed_gave_two_ordinary_answers() -> None:
     world = await a_fleet("w1", "w2", seeded=False, flips=0.4, ties=(2, 9))
     async with world.running():
@@ -191,6 +195,7 @@ def served(worker: str, *, weighed: int = 0, unlikely: int = 0, how: tuple[float
     )
 
 
+@pytest.mark.slow
 async def test_sampled_canaries_use_the_parameters_that_users_send_most() -> None:
     world = await a_fleet("w1", "w2")
     async with world.running():
@@ -254,6 +259,7 @@ def test_a_position_without_logprobs_is_not_judged() -> None:
     assert surprise((((1, -0.1),),), (1,), (9,), HOW, 0.0) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
 def test_the_p_values_of_a_correct_sampler_are_no_smaller_than_chance(temperature: float) -> None:
     """With noisy logprobs, at most a share p of 20,000 answers of a correct sampler has a p-value of at most p."""

@@ -71,6 +71,7 @@ def statuses(world: World) -> list[str]:
     return [world.status(name) for name in sorted(world.plane.workers)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lies", [lambda: of_users, Remembers, RepeatsItsLies, LiesNowAndThen])
 async def test_a_worker_that_lies_to_users_alone_is_convicted(
     lies: Callable[[], Callable[[Generate], bool]],
@@ -86,6 +87,7 @@ async def test_a_worker_that_lies_to_users_alone_is_convicted(
     assert failed.canary.endswith(UNMARKED) and failed.golden == "agreed"
 
 
+@pytest.mark.slow
 async def test_a_lying_worker_stays_healthy_if_every_canary_is_marked() -> None:
     world = a_fleet(unmarked_every=0)
     async with world.running():
@@ -96,6 +98,7 @@ async def test_a_lying_worker_stays_healthy_if_every_canary_is_marked() -> None:
     assert all(request.canary for fake in world.plane.workers.values() for request in fake.requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_worker_without_two_peers_is_compared_with_its_own_marked_answers(workers: int) -> None:
     world = a_fleet(workers)
@@ -108,6 +111,7 @@ async def test_a_worker_without_two_peers_is_compared_with_its_own_marked_answer
     assert statuses(world)[1:] == ["HEALTHY"] * (workers - 1)
 
 
+@pytest.mark.slow
 async def test_two_workers_that_contradict_each_other_in_everything_are_left_to_the_canaries() -> None:
     """Which of them lies cannot be determined: the one that remembers its lies contradicts only the other."""
     world = a_fleet(2)
@@ -119,6 +123,7 @@ async def test_two_workers_that_contradict_each_other_in_everything_are_left_to_
     assert statuses(world) == ["HEALTHY", "HEALTHY"]
 
 
+@pytest.mark.slow
 async def test_near_ties_and_marked_lies_of_a_peer_convict_no_correct_worker() -> None:
     world = a_fleet(4, samples_min=10**6)
     for number, fake in enumerate(world.plane.workers.values()):
@@ -135,6 +140,7 @@ async def test_near_ties_and_marked_lies_of_a_peer_convict_no_correct_worker() -
     assert len(asked) > 100 and {fact.worker for fact in asked} == {"w1", "w2", "w3", "w4"}
 
 
+@pytest.mark.slow
 async def test_an_unmarked_canary_looks_like_a_users_request_and_is_sent_once() -> None:
     world = a_fleet()
     async with world.running():
@@ -149,6 +155,7 @@ async def test_an_unmarked_canary_looks_like_a_users_request_and_is_sent_once() 
             assert not request.sampling.logprobs and not request.sampling.ignore_eos
 
 
+@pytest.mark.slow
 async def test_canaries_keep_their_slots() -> None:
     """An unmarked canary neither takes a canary's slot nor delays it, even while it waits behind users' requests."""
     marked = []
@@ -163,6 +170,7 @@ async def test_canaries_keep_their_slots() -> None:
     assert marked[0] == marked[1] == pytest.approx(40, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "declines"])
 async def test_an_unmarked_canary_without_an_answer_is_no_evidence(how: str) -> None:
     world = a_fleet(unmarked_every=1, timeout_s=3.0)
@@ -185,6 +193,7 @@ async def test_inexact_and_joining_workers_get_no_unmarked_canaries() -> None:
     assert all(request.canary for request in world.plane.workers["w1"].requests)
 
 
+@pytest.mark.slow
 async def test_an_outvoted_golden_also_acquits_of_convictions_by_unmarked_canaries() -> None:
     """New weights on one worker after another: the first one is convicted by an unmarked canary as well."""
     world = a_fleet(unmarked_every=1, interval_s=20.0)
@@ -207,6 +216,7 @@ def charged(world: World, worker: str) -> bool:
     return any(fact.golden_canary in goldens or fact.canary in goldens for fact in found)
 
 
+@pytest.mark.slow
 async def test_an_engine_without_logprobs_is_not_convicted_for_near_ties() -> None:
     world = a_fleet(unmarked_every=1)
     for number, fake in enumerate(world.plane.workers.values()):

@@ -14,6 +14,7 @@ from controller.adapters.clock import SystemClock
 from controller.console.console import Console, ConsoleSources
 from controller.console.history import HistoryReader
 from controller.console.memory import EndedIncident
+from controller.console.rows import Changes, Sections
 from events.errors import HoldfastError
 from events.fact import Recorded
 
@@ -93,3 +94,15 @@ async def console(
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await runner.cleanup()
+
+
+def applied(before: Sections, new: Changes) -> Sections:
+    """Return the sections that result from applying changes to `before`, in the same way as console.js does."""
+    found = {section: dict(rows) for section, rows in before.items()}
+    for section, rows in new.items():
+        for key, row in rows.items():
+            if row is None:
+                found[section].pop(key, None)
+            else:
+                found[section][key] = row
+    return found

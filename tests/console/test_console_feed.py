@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from console_kit import applied
 from waits import turns, until
 
 from controller.console.feed import KEPT_MAX, VIEWERS_MAX, ConsoleFeed, TooManyViewers
-from controller.console.rows import applied
 
 
 class World:

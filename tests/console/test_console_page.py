@@ -62,6 +62,7 @@ async def until(page: Page, selector: str, text: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_the_page_follows_a_worker_through_failure_and_recovery_without_a_reload(
     tmp_path: Path,
 ) -> None:
@@ -88,6 +89,7 @@ async def test_the_page_follows_a_worker_through_failure_and_recovery_without_a_
         assert complaints == []
 
 
+@pytest.mark.slow
 async def test_a_page_that_applied_all_changes_equals_a_new_page(tmp_path: Path) -> None:
     history = History().start()
     async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
@@ -110,6 +112,7 @@ async def test_a_page_that_applied_all_changes_equals_a_new_page(tmp_path: Path)
         assert await page.locator("#events tbody tr").count() == TOLD_MAX and complaints == []
 
 
+@pytest.mark.slow
 async def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
     history, odd = History(), "<img src=x onerror=alert(1)>"
     history.say(history.joined(odd))
@@ -174,6 +177,7 @@ async def test_a_worker_can_be_drained_from_the_page_if_actions_are_enabled(tmp_
         assert verb == "drain" and body["worker"] == "w1" and complaints == []
 
 
+@pytest.mark.slow
 async def test_a_lost_connection_is_shown_and_restored(tmp_path: Path) -> None:
     async with console(History().start()) as kit, shown(kit, tmp_path) as (page, _):
         await until(page, "#live", "live")
@@ -182,6 +186,7 @@ async def test_a_lost_connection_is_shown_and_restored(tmp_path: Path) -> None:
         await until(page, "#live", "live")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 async def test_axe_finds_no_accessibility_violations(tmp_path: Path, dark: bool) -> None:
     history = History().start(12).corruption()
@@ -193,6 +198,7 @@ async def test_axe_finds_no_accessibility_violations(tmp_path: Path, dark: bool)
             assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in violations] == []
 
 
+@pytest.mark.slow
 async def test_of_a_thousand_workers_unhealthy_ones_are_laid_out_first_and_the_rest_on_scrolling(
     tmp_path: Path,
 ) -> None:

@@ -5,11 +5,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from console_kit import applied
 from fleet_history import EPOCH, History
 
 from controller.console.memory import ENDED_MAX, EVENTS_MAX, LANES_MAX, EndedIncident, FlowMemory
 from controller.console.picture import FleetMoment, FleetPicture
-from controller.console.rows import applied, changes
+from controller.console.rows import changes
 from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import FleetPolicy

@@ -3,10 +3,12 @@
 from itertools import pairwise
 from typing import Any
 
+import pytest
+from console_kit import applied
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.console.rows import applied, changes
+from controller.console.rows import changes
 
 ROWS = st.dictionaries(st.sampled_from(["w0", "w1", "w2", "w3"]), st.integers(0, 3), max_size=4)
 SECTIONS = st.fixed_dictionaries({"workers": ROWS, "events": ROWS, "head": ROWS})
@@ -25,6 +27,7 @@ def test_applying_all_changes_gives_the_last_picture(pictures: list[Any]) -> Non
     assert page == pictures[-1]
 
 
+@pytest.mark.slow
 @given(SECTIONS, SECTIONS)
 def test_changes_contain_no_unchanged_rows(before: Any, after: Any) -> None:
     new = changes(before, after)

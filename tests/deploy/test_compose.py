@@ -27,8 +27,9 @@ from prometheus_server import PrometheusServer, binary
 from waits import block_until
 
 from controller.adapters.embedded.free_port import free_port
-from controller.adapters.embedded.servers import nats_binary, start_postgres
-from controller.processes.children import die_with
+from controller.adapters.embedded.nats import nats_binary
+from controller.adapters.embedded.postgres import start_postgres
+from controller.adapters.embedded.server import die_with
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "deploy" / "observability"

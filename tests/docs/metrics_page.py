@@ -4,7 +4,7 @@ python tests/docs/metrics_page.py
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from controller.metrics import ControllerMetrics, FleetCollector, JournalMetrics
 from controller.runtime.planning import PlannerMetrics
 from controller.runtime.projection.projector import ProjectorMetrics
 from controller.webhooks.delivery import NotifierMetrics
-from events.journal.memory import MemoryJournal, MemoryStream
+from events.journal.counters import JournalCounters
 from workers.admin.server import WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -35,6 +35,15 @@ class Entry:
     text: str
 
 
+@dataclass
+class SilentJournal:
+    """A journal connection through which no fact has been sent."""
+
+    reachable: bool = True
+    spool_depth: int = 0
+    counters: JournalCounters = field(default_factory=JournalCounters)
+
+
 def roles() -> dict[str, list[Entry]]:
     """Return the metrics of each role."""
     controller = ControllerMetrics()
@@ -42,7 +51,7 @@ def roles() -> dict[str, list[Entry]]:
     projector = ProjectorMetrics(CollectorRegistry())
     worker, notifier = CollectorRegistry(), CollectorRegistry()
     NotifierMetrics(notifier)
-    journal = MemoryJournal(MemoryStream(), "metrics-page")
+    journal = SilentJournal()
     worker.register(WorkerMetrics([], journal))
     frontend, planner = FrontendMetrics().registry, PlannerMetrics(CollectorRegistry()).registry
     for speaks in (frontend, planner):

@@ -112,6 +112,7 @@ def test_there_are_five_walks_and_every_line_of_them_is_a_step() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", steps(), ids=lambda step: f"{step.walk}-{step.file}")
 def test_a_walk_follows_the_imports(step: Step) -> None:
     for file in (step.file, step.by):

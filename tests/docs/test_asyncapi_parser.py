@@ -31,6 +31,7 @@ def read(file: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_parser_accepts_the_document() -> None:
     found = read(DOCUMENT)
     said = [
@@ -43,6 +44,7 @@ def test_the_parser_accepts_the_document() -> None:
     assert {address.rpartition(".")[2] for address in found["channels"]} >= kinds
 
 
+@pytest.mark.slow
 def test_the_parser_rejects_a_broken_document(tmp_path: Path) -> None:
     (broken := tmp_path / "broken.yaml").write_text(
         DOCUMENT.read_text().replace("action: send", "action: shout", 1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typed_commands import run_command
 
+from controller.adapters.embedded.nats import start_nats
 from controller.adapters.embedded.nats_users import BrokerUsers, configuration
-from controller.adapters.embedded.servers import start_nats
 from events import permissions
 from events.decisions import BreakerOpened
 from events.follow import follow
@@ -106,6 +106,7 @@ async def test_the_nats_py_program_resumes_where_it_stopped(url: str, tmp_path: 
     assert fresh == later[: len(fresh)] and fresh
 
 
+@pytest.mark.slow
 async def test_the_typed_program_prints_the_selected_events(url: str, tmp_path: Path) -> None:
     (file := tmp_path / "pager.py").write_text(program("follow"))
     journal = await NatsJournal.connect(as_user(url, "controller"), "test:docs", tmp_path / "spool")

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # The shares today, rounded down to two digits. They may only grow: `python tests/docs/test_docstrings.py` prints the
 # current shares and the functions without a docstring.
@@ -135,10 +137,12 @@ def shares() -> tuple[float, float]:
     return 1 - len(undocumented) / len(functions), 1 - len(silent) / raising
 
 
+@pytest.mark.slow
 def test_most_public_functions_have_a_docstring() -> None:
     assert shares()[0] >= DOCUMENTED_MIN, f"these have no docstring: {silent_functions()[0]}"
 
 
+@pytest.mark.slow
 def test_most_functions_that_raise_an_error_name_it() -> None:
     assert shares()[1] >= NAMING_MIN, f"these need a sentence with `Raise`: {silent_functions()[1]}"
 

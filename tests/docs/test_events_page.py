@@ -6,17 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
+import reference_docs
 import yaml
 from jsonschema import Draft202012Validator
 
 from controller import catalogue
 from controller.adapters.control_api import document
-from controller.commands import write_docs
 from events import codec
 
 ROOT = Path(__file__).parents[2]
 DOCS, RELEASES, SAMPLES = ROOT / "docs", ROOT / "tests/fixtures", ROOT / "tests/events/facts/samples"
-AGAIN = "run `python -m controller.commands.write_docs`"
+AGAIN = "run `python tests/fixtures/reference_docs.py`"
 UNIT = re.compile(r"_(ms|s|rps|tokens)$|^pid$")
 
 
@@ -24,21 +24,23 @@ def test_the_asyncapi_document_is_the_generated_one() -> None:
     assert (DOCS / "reference" / "asyncapi.yaml").read_text() == document(), AGAIN
 
 
+@pytest.mark.slow
 def test_the_catalogue_is_the_generated_one() -> None:
     page = (DOCS / "reference" / "events.md").read_text()
-    assert write_docs.renewed(page) == page, AGAIN
+    assert reference_docs.renewed(page) == page, AGAIN
 
 
 def test_the_schemas_are_the_generated_ones() -> None:
     folder = DOCS / "reference" / "schemas"
     kept = {str(page.relative_to(folder)): page.read_text() for page in folder.rglob("*.json")}
-    assert kept == write_docs.schemas(), AGAIN
+    assert kept == reference_docs.schemas(), AGAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(codec.KINDS))
 def test_a_recorded_sample_of_each_kind_passes_its_schema_and_nothing_else_does(kind: str) -> None:
     sample = json.loads((SAMPLES / f"{kind}.json").read_text())["body"]
-    schema = json.loads(write_docs.schemas()[f"v1/{kind}.json"])
+    schema = json.loads(reference_docs.schemas()[f"v1/{kind}.json"])
     Draft202012Validator.check_schema(schema)
     validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     validator.validate(sample | {"a_field_of_a_newer_release": 1})
@@ -53,7 +55,9 @@ def test_a_recorded_sample_of_each_kind_passes_its_schema_and_nothing_else_does(
 def test_events_written_by_a_release_pass_the_current_schemas(release: Path) -> None:
     with gzip.open(release, "rt") as lines:
         messages = [json.loads(line) for line in lines]
-    schemas = {name: Draft202012Validator(json.loads(text)) for name, text in write_docs.schemas().items()}
+    schemas = {
+        name: Draft202012Validator(json.loads(text)) for name, text in reference_docs.schemas().items()
+    }
     for message in messages:
         if "ce-type" not in message["headers"]:
             continue  # not an event: readers skip it
@@ -63,6 +67,7 @@ def test_events_written_by_a_release_pass_the_current_schemas(release: Path) -> 
     assert len(messages) > 100
 
 
+@pytest.mark.slow
 def test_every_kind_is_on_both_pages_with_every_field() -> None:
     page = (DOCS / "reference" / "events.md").read_text()
     schemas = yaml.safe_load((DOCS / "reference" / "asyncapi.yaml").read_text())["components"]["schemas"]
@@ -110,7 +115,7 @@ def test_the_operators_subjects_are_in_the_document() -> None:
 
 def test_a_page_without_its_marks_is_an_error() -> None:
     with pytest.raises(ValueError, match="lacks"):
-        write_docs.renewed("# Events\n")
+        reference_docs.renewed("# Events\n")
 
 
 def test_every_kind_can_be_decoded() -> None:

@@ -40,6 +40,7 @@ def anchors(page: Path) -> set[str]:
     return spelt | set(re.findall(r'<a id="([\w-]+)">', text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_link_path_and_command_of_a_page_exists(page: Path) -> None:
     text = page.read_text()
@@ -68,6 +69,7 @@ def test_every_benchmark_that_a_page_names_can_be_run(page: Path) -> None:
     assert set(re.findall(r"python -m benchmarks (\w+)", page.read_text())) <= BENCHMARKS.keys()
 
 
+@pytest.mark.slow
 def test_every_page_is_reachable_from_the_readme() -> None:
     found: set[str] = set()
     waiting = ["README.md"]

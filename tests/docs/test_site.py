@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_each_page_is_on_it(tmp_path: Path) -> None:
     options = ["-q", "-W", "--keep-going", "-c", "docs", "-b", "html", "-d", str(tmp_path / "read")]
     built = subprocess.run(

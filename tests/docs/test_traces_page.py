@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.trace import chat, cli
+from benchmarks.simulation import chat_traffic
+from controller.trace import cli
 from controller.trace.synthesis import SynthesisKnobs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "traces.md").read_text()
@@ -52,7 +53,7 @@ def test_the_page_shows_every_flag_of_replay() -> None:
 
 def test_the_page_shows_the_published_figures() -> None:
     shown = {row[0]: row[1:] for row in rows("Profiles", "figure")}
-    assert {name: float(cells[0].replace(",", "")) for name, cells in shown.items()} == chat.PUBLISHED
+    assert {name: float(cells[0].replace(",", "")) for name, cells in shown.items()} == chat_traffic.PUBLISHED
     for name, cells in shown.items():
         published, ours = (float(cell.replace(",", "")) for cell in cells)
         assert ours == pytest.approx(published, rel=0.1), name

@@ -11,7 +11,7 @@ import first_database
 import openai
 from typed_commands import run_command
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from workers.engines.simulated.language import as_bytes, open_sequence, plain_token
 
@@ -19,11 +19,11 @@ from workers.engines.simulated.language import as_bytes, open_sequence, plain_to
 @asynccontextmanager
 async def running(
     data: Path, *flags: str, environment: dict[str, str] | None = None, stops: bool = False
-) -> AsyncIterator[DemoFleet]:
+) -> AsyncIterator[LocalFleet]:
     """A ready fleet with a prepared database. It is ended after any test; with `stops`, gracefully after a successful one."""
     first_database.lay_in_fleet(data)
     planner = () if "--planner-mode" in flags else ("--planner-mode", "off")  # one process less to wait for
-    fleet = await DemoFleet.start(data, *flags, *planner, environment=environment).ready()
+    fleet = await LocalFleet.start(data, *flags, *planner, environment=environment).ready()
     try:
         yield fleet
         if stops and fleet.process.poll() is None:
@@ -46,7 +46,7 @@ def undisturbed(prompt: Sequence[int], tokens: int) -> str:
     return load_tokens(BUILTIN).decode(said)
 
 
-async def streamed(fleet: DemoFleet, prompt: Sequence[int], tokens: int) -> str:
+async def streamed(fleet: LocalFleet, prompt: Sequence[int], tokens: int) -> str:
     """Read one streamed answer to its end."""
     text = ""
     async with client(fleet) as api:
@@ -70,6 +70,6 @@ def files_holding(place: Path, *words: str) -> list[str]:
     return found
 
 
-def client(fleet: DemoFleet) -> openai.AsyncOpenAI:
+def client(fleet: LocalFleet) -> openai.AsyncOpenAI:
     """Return the official client without retries: failures must be visible."""
     return openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60)

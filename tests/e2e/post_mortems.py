@@ -2,6 +2,7 @@
 
 Those of docs/guides/post-mortems.md show three rehearsed faults, each with its report in a browser.
 
+export PYTHONPATH=tests/fixtures:tests/e2e:.
 python tests/e2e/post_mortems.py             # four minutes; needs a chromium (make chromium)
 python tests/e2e/post_mortems.py console     # the console's alone
 python tests/e2e/post_mortems.py what-if     # a sweep's alone
@@ -29,9 +30,9 @@ async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:
     """Break a fleet under load, wait for the end of the incident, and return its report."""
     from rehearsal import FLAGS, lasts, users
 
-    from controller.demo.fleet import DemoFleet
+    from benchmarks.local_fleet import LocalFleet
 
-    fleet = DemoFleet.start(folder / fault, *FLAGS)
+    fleet = LocalFleet.start(folder / fault, *FLAGS)
     try:
         await fleet.ready()
         await fleet.healthy(3)
@@ -62,10 +63,10 @@ async def console(folder: Path) -> None:
     from rehearsal import FLAGS, lasts, users
 
     from benchmarks import browser
-    from controller.demo.fleet import DemoFleet
+    from benchmarks.local_fleet import LocalFleet
     from events.process.presence import present
 
-    fleet = DemoFleet.start(folder / "console", *FLAGS, "--slo-throughput", "40")
+    fleet = LocalFleet.start(folder / "console", *FLAGS, "--slo-throughput", "40")
     try:
         await fleet.ready()
         await fleet.healthy(3)
@@ -92,9 +93,9 @@ async def sweep(folder: Path) -> Path:
     """Let several workers answer wrongly for a while, one after another, and return the effect of other canary intervals."""
     from rehearsal import FLAGS, lasts, users
 
-    from controller.demo.fleet import DemoFleet
+    from benchmarks.local_fleet import LocalFleet
 
-    fleet, where = DemoFleet.start(folder / "sweep", *FLAGS), folder / "sweep.html"
+    fleet, where = LocalFleet.start(folder / "sweep", *FLAGS), folder / "sweep.html"
     try:
         await fleet.ready()
         await fleet.healthy(3)

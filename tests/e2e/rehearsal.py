@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from fleet import streamed
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 
 FLAGS = ("--workers", "3", "--spares", "1", "--itl-ms", "20", "--chaos", "--canary-interval", "1", "--breaker-wait", "1",
          "--breaker-backoff", "1", "--planner-mode", "propose")  # fmt: skip
@@ -15,7 +15,7 @@ STREAMS, TOKENS = 8, 60
 
 
 @contextlib.asynccontextmanager
-async def users(fleet: DemoFleet) -> AsyncIterator[None]:
+async def users(fleet: LocalFleet) -> AsyncIterator[None]:
     """Send requests all the time."""
 
     async def ask(number: int) -> None:
@@ -34,10 +34,10 @@ async def users(fleet: DemoFleet) -> AsyncIterator[None]:
 
 async def lasts(seconds: float) -> None:
     """Let a phase of the fleet's real time pass, as long as its record (metrics, journal, console) requires."""
-    await asyncio.sleep(seconds)
+    await asyncio.sleep(seconds)  # the phase itself
 
 
-async def broken(fleet: DemoFleet) -> None:
+async def broken(fleet: LocalFleet) -> None:
     """Break the fleet in three ways, one after another: w0 is corrupt, w1 fails requests, w2 is killed."""
     for verb, worker, argument in (("corrupt", "w0", 2.0), ("error", "w1", 6.0), ("kill", "w2", None)):
         with contextlib.suppress(Exception):

@@ -88,11 +88,11 @@ async def write() -> None:
     sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "tests/fixtures", "tests/e2e")]
     from rehearsal import FLAGS, broken, users
 
-    from controller.demo.fleet import DemoFleet
+    from benchmarks.local_fleet import LocalFleet
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "fleet"
-        fleet = DemoFleet.start(data, *FLAGS)
+        fleet = LocalFleet.start(data, *FLAGS)
         try:
             await (await fleet.ready()).healthy(3)
             async with users(fleet):

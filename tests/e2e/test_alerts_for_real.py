@@ -30,13 +30,13 @@ from prometheus_server import PrometheusServer, binary, prometheus
 from rehearsal import lasts
 from waits import turns, until
 
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.clock import SystemClock
 from controller.adapters.embedded.free_port import free_port
+from controller.adapters.embedded.server import die_with
 from controller.deciders.capacity import Slo, worker_capacity
 from controller.deciders.fleet import Fleet
-from controller.demo.fleet import DemoFleet
 from controller.metrics import FleetCollector, JournalMetrics
-from controller.processes.children import die_with
 from controller.processes.controller_admin import serve, url_of
 from controller.processes.observability.scrape_targets import http_sd, rule_files
 from controller.runtime.storage_usage import JournalRoom
@@ -187,7 +187,7 @@ def scene(name: str, folder: Path, *admin_ports: int) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def asking(fleet: DemoFleet, people: int, tokens: int) -> AsyncIterator[None]:
+async def asking(fleet: LocalFleet, people: int, tokens: int) -> AsyncIterator[None]:
     """Run users that send requests all the time."""
 
     async def ask(number: int, api: Any) -> None:
@@ -365,7 +365,7 @@ async def test_alerts_about_servers_and_controllers_fire(tmp_path: Path) -> None
             watched.whole()
 
 
-async def say(fleet: DemoFleet, events: int) -> None:
+async def say(fleet: LocalFleet, events: int) -> None:
     """Write this number of events."""
     journal = await NatsJournal.connect(fleet.nats_url("controller"), "controller:flood", None, make=False)
     for number in range(events):

@@ -12,7 +12,7 @@ import shim
 from fleet import client, running
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.observations import DeviceFaulted, DeviceRecovered, WorkerLeft
 
 FLAGS = ("--workers", "2", "--itl-ms", "10", "--canary-interval", "0.5", "--breaker-wait", "0.5")
@@ -41,13 +41,13 @@ def beside() -> Iterator[list["subprocess.Popen[bytes]"]]:
         process.wait()
 
 
-def worker(fleet: DemoFleet, name: str, *flags: str, driver: dict[str, str]) -> "subprocess.Popen[bytes]":
+def worker(fleet: LocalFleet, name: str, *flags: str, driver: dict[str, str]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "controller.cli", "worker", "--data", str(fleet.data), "--name", name]
     with (fleet.data / f"{name}.log").open("ab") as log:
         return subprocess.Popen([*command, *flags], env={**os.environ, **driver}, stdout=log, stderr=log)
 
 
-async def answer(fleet: DemoFleet, prompt: int, started: asyncio.Event | None = None) -> tuple[str, str]:
+async def answer(fleet: LocalFleet, prompt: int, started: asyncio.Event | None = None) -> tuple[str, str]:
     """Read one stream to its end; return the worker that began it, and the text."""
     text = ""
     async with client(fleet) as api:
@@ -62,7 +62,7 @@ async def answer(fleet: DemoFleet, prompt: int, started: asyncio.Event | None = 
         return answer.headers.get("X-Holdfast-Worker", ""), text
 
 
-async def under_xid(fleet: DemoFleet, gpu: shim.Gpu, code: int) -> set[str]:
+async def under_xid(fleet: LocalFleet, gpu: shim.Gpu, code: int) -> set[str]:
     """Raise an Xid while streams run; check that none is altered, and return the workers that had begun them."""
     whole = [text for _, text in await asyncio.gather(*(answer(fleet, n) for n in range(STREAMS)))]
     flags = [asyncio.Event() for _ in range(STREAMS)]
@@ -75,6 +75,7 @@ async def under_xid(fleet: DemoFleet, gpu: shim.Gpu, code: int) -> set[str]:
     return {worker for worker, _ in seen}
 
 
+@pytest.mark.slow
 async def test_a_servers_gpu_and_a_workers_own(
     tmp_path: Path, driver: dict[str, str], beside: list["subprocess.Popen[bytes]"]
 ) -> None:
@@ -101,7 +102,7 @@ async def test_a_servers_gpu_and_a_workers_own(
         assert [(f.worker, f.mode, f.exit) for f in left] == [("g0", "self_initiated", 1)]
 
 
-async def said(fleet: DemoFleet, kind: type, count: int) -> None:
+async def said(fleet: LocalFleet, kind: type, count: int) -> None:
     async def enough() -> bool:
         return sum(isinstance(e.fact, kind) for e in await fleet.events()) >= count
 

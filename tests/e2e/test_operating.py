@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from fleet import holdfast, running, streamed, undisturbed
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
 
 WORKERS = ("w0", "w1", "w2")
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.attack]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalFleet]:
     async with running(tmp_path_factory.mktemp("moves") / "fleet", *FLAGS, environment=SPEEDS) as made:
         yield made
 
@@ -42,7 +42,7 @@ def prompt_of(number: int) -> list[int]:
     return [300 + number] * 300
 
 
-async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fleet: DemoFleet) -> None:
+async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fleet: LocalFleet) -> None:
     await fleet.healthy(len(WORKERS))
     answers = [asyncio.ensure_future(streamed(fleet, prompt_of(n), TOKENS)) for n in range(STREAMS)]
     status = await fleet.until(
@@ -71,14 +71,14 @@ def at(status: dict[str, Any], worker: str) -> int:
     return sum(w["in_flight"] or 0 for w in status["workers"] if w["id"] == worker)
 
 
-async def operator(fleet: DemoFleet, *command: str) -> str:
+async def operator(fleet: LocalFleet, *command: str) -> str:
     """Run a command that must succeed; return its output."""
     done = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-async def facts(fleet: DemoFleet, kind: type) -> list[Any]:
+async def facts(fleet: LocalFleet, kind: type) -> list[Any]:
     """Return all facts of this kind on the journal."""
     return [event.fact for event in await fleet.events() if isinstance(event.fact, kind)]
 
@@ -95,7 +95,7 @@ def trace() -> bytes:
 
 
 async def test_a_fleet_answers_a_trace_and_finds_its_shared_prefixes(
-    fleet: DemoFleet, tmp_path: Path
+    fleet: LocalFleet, tmp_path: Path
 ) -> None:
     path, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
     path.write_bytes(trace())

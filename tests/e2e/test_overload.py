@@ -15,8 +15,8 @@ from fleet import client, holdfast, running, undisturbed
 from prometheus_client.parser import text_string_to_metric_families
 from waits import until
 
+from benchmarks.local_fleet import LocalFleet
 from controller.deciders.capacity import Slo, worker_capacity
-from controller.demo.fleet import DemoFleet
 from events.observations import (
     RequestAbandoned,
     RequestFailed,
@@ -43,7 +43,7 @@ def tokens_of(number: int) -> int:
     return LONG if number < HELD else SHORT
 
 
-async def counted(fleet: DemoFleet) -> tuple[float, float]:
+async def counted(fleet: LocalFleet) -> tuple[float, float]:
     """Return the number of requests in the frontend's queue, and with workers, by its gauges."""
     (url,) = [process.url for process in present(fleet.data) if process.role == "frontend"]
     async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
@@ -90,7 +90,7 @@ async def test_forty_requests_for_eight_places_wait_in_the_queue_and_are_all_ser
         assert not [event.fact for event in await fleet.events() if isinstance(event.fact, kinds)]
 
 
-async def thresholds_hold_on_every_frontend(fleet: DemoFleet, http: aiohttp.ClientSession) -> None:
+async def thresholds_hold_on_every_frontend(fleet: LocalFleet, http: aiohttp.ClientSession) -> None:
     """Set one at one frontend; see it at both."""
     urls = [f"{p.url}/busy_threshold" for p in present(fleet.data) if p.role == "frontend"]
     body = {"model": "sim", "active_decode_blocks_threshold": 0.75}

@@ -15,7 +15,7 @@ import pytest
 from fleet import holdfast, running, undisturbed
 from waits import until
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.decisions import SpareActivated
 from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
 
@@ -46,7 +46,7 @@ REFUSED = (429, 503)
 class Storm:
     """The outcomes of the requests."""
 
-    def __init__(self, fleet: DemoFleet) -> None:
+    def __init__(self, fleet: LocalFleet) -> None:
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.sent = 0
@@ -85,7 +85,7 @@ class Storm:
             self.wrong.append(f"{text!r} is not the answer to {PROMPTS[place]}")
 
 
-async def kill(fleet: DemoFleet, name: str) -> None:
+async def kill(fleet: LocalFleet, name: str) -> None:
     status = await fleet.status()
     os.kill(next(w["pid"] for w in status["workers"] if w["id"] == name), signal.SIGKILL)
 
@@ -96,7 +96,7 @@ async def test_admitted_requests_are_answered_and_no_rejection_is_a_failure(tmp_
         await fleet.healthy(2)
         storm = Storm(fleet)
         going = asyncio.create_task(storm.run())
-        await until(lambda: storm.sent >= RATE * SECONDS / 2, SECONDS)
+        await until(lambda: storm.sent >= RATE * SECONDS / 2, 4 * SECONDS)  # a busy machine sends late
         await kill(fleet, "w0")
         await going
         facts = [event.fact for event in await fleet.events()]

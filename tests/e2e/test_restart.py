@@ -6,7 +6,7 @@ import sys
 import pytest
 from fleet import client, running
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.observations import WorkerLeft
 
 WORKERS = 3
@@ -14,7 +14,7 @@ STREAMS_AT_ONCE = 16
 TOKENS = 60
 
 
-async def answer(fleet: DemoFleet, prompt: int) -> str:
+async def answer(fleet: LocalFleet, prompt: int) -> str:
     """Read one streamed answer to its end."""
     text = ""
     async with client(fleet) as api:
@@ -27,6 +27,7 @@ async def answer(fleet: DemoFleet, prompt: int) -> str:
     return text
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_fails_and_alters_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     flags = ("--workers", str(WORKERS), "--itl-ms", "10", "--canary-interval", "0.5")
     async with running(tmp_path_factory.mktemp("rolling"), *flags) as fleet:

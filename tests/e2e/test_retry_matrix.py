@@ -22,7 +22,7 @@ from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 
-TOKENS = 300  # three seconds: a busy machine needs one to see that all are running
+TOKENS = 600  # six seconds: a busy machine needs some to see that all are running
 NO_PLANNED_MOVES = {
     "HOLDFAST_FRONTEND__MOVING__ON_DRAIN": "finish"
 }  # planned moves are no failures, and cost no retries

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fleet import holdfast, running, streamed, undisturbed
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.observations import (
     CapacityReported,
     RequestAbandoned,
@@ -22,14 +22,14 @@ SOON = {"HOLDFAST_PLANNER__EVERY_S": "0.5"}
 STREAMS, TOKENS = 8, 400
 
 
-async def operator(fleet: DemoFleet, *command: str) -> str:
+async def operator(fleet: LocalFleet, *command: str) -> str:
     """Run a command that must succeed; return its output."""
     done = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-async def serving(fleet: DemoFleet, names: set[str]) -> None:
+async def serving(fleet: LocalFleet, names: set[str]) -> None:
     """Wait until these workers serve, and no others are alive."""
     await fleet.until(
         lambda status: (

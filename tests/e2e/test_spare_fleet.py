@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fleet import holdfast, running, streamed, undisturbed
 
-from controller.demo.fleet import DemoFleet
+from benchmarks.local_fleet import LocalFleet
 from events.decisions import SpareActivated
 from events.observations import RequestAbandoned, RequestMigrated
 
@@ -36,7 +36,7 @@ def roles(status: dict[str, object]) -> dict[str, str]:
     }
 
 
-async def kill(fleet: DemoFleet, name: str) -> None:
+async def kill(fleet: LocalFleet, name: str) -> None:
     status = await fleet.status()
     os.kill(next(w["pid"] for w in status["workers"] if w["id"] == name), signal.SIGKILL)
 

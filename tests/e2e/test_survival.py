@@ -18,8 +18,8 @@ import tiny_model
 from fleet import client, running
 from waits import until
 
+from benchmarks.local_fleet import LocalFleet
 from controller.demo.clients import compare
-from controller.demo.fleet import DemoFleet
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Fact
 from events.observations import RequestExposed, RequestMigrated
@@ -62,7 +62,7 @@ def prompts() -> list[list[int]]:
     return [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(STREAMS)]
 
 
-async def run(fleet: DemoFleet, stream: Stream) -> Stream:
+async def run(fleet: LocalFleet, stream: Stream) -> Stream:
     """Read one stream to its end with the official client."""
     async with client(fleet) as api:
         answer = await api.completions.with_raw_response.create(
@@ -92,14 +92,14 @@ _models: dict[int, str] = {}
 _undisturbed: dict[int, list[list[str]]] = {}
 
 
-async def model_of(fleet: DemoFleet) -> str:
+async def model_of(fleet: LocalFleet) -> str:
     if fleet.port not in _models:
         async with client(fleet) as api:
             _models[fleet.port] = (await api.models.list()).data[0].id
     return _models[fleet.port]
 
 
-async def answers(fleet: DemoFleet) -> list[list[str]]:
+async def answers(fleet: LocalFleet) -> list[list[str]]:
     """Return the undisturbed answers: generated once, before anything happens to the fleet."""
     if fleet.port not in _undisturbed:
         streams = [Stream(f"undisturbed-{next(_numbers)}", p) for p in prompts()]
@@ -107,7 +107,9 @@ async def answers(fleet: DemoFleet) -> list[list[str]]:
     return _undisturbed[fleet.port]
 
 
-async def under_fault(fleet: DemoFleet, verb: str, argument: float | None = None) -> tuple[str, list[Stream]]:
+async def under_fault(
+    fleet: LocalFleet, verb: str, argument: float | None = None
+) -> tuple[str, list[Stream]]:
     """Start the streams, break the worker of the one with the fewest tokens, and return it with the finished streams."""
     streams = [Stream(f"{verb}-{next(_numbers)}", p) for p in prompts()]
     async with asyncio.TaskGroup() as group:
@@ -119,7 +121,7 @@ async def under_fault(fleet: DemoFleet, verb: str, argument: float | None = None
     return victim, streams
 
 
-async def said(fleet: DemoFleet, holds: Callable[[list[Fact]], bool], within_s: float = 30.0) -> list[Fact]:
+async def said(fleet: LocalFleet, holds: Callable[[list[Fact]], bool], within_s: float = 30.0) -> list[Fact]:
     """Return the journal's facts once `holds` is true of them, or the current ones at the deadline."""
     facts: list[Fact] = []
 
@@ -132,7 +134,7 @@ async def said(fleet: DemoFleet, holds: Callable[[list[Fact]], bool], within_s: 
     return facts
 
 
-async def migrated(fleet: DemoFleet, streams: Sequence[Stream]) -> list[RequestMigrated]:
+async def migrated(fleet: LocalFleet, streams: Sequence[Stream]) -> list[RequestMigrated]:
     """Return the streams' migrations, once the journal has them."""
     ours = {s.request for s in streams}
 
@@ -142,7 +144,7 @@ async def migrated(fleet: DemoFleet, streams: Sequence[Stream]) -> list[RequestM
     return moves(await said(fleet, lambda facts: bool(moves(facts))))
 
 
-async def verdicts(fleet: DemoFleet, worker: str, since: int) -> list[HealthChanged]:
+async def verdicts(fleet: LocalFleet, worker: str, since: int) -> list[HealthChanged]:
     """Return the decisions on a worker's health after event `since`, once there are any."""
 
     def of(facts: Sequence[Fact]) -> list[HealthChanged]:
@@ -158,7 +160,7 @@ async def verdicts(fleet: DemoFleet, worker: str, since: int) -> list[HealthChan
 )
 async def fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[DemoFleet]:
+) -> AsyncIterator[LocalFleet]:
     folder = tmp_path_factory.mktemp("survival")
     if request.param == "simulated":
         engine = ["--itl-ms", "40"]
@@ -183,7 +185,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("verb", "argument", "after"), FAULTS, ids=[f[0] for f in FAULTS])
 async def test_every_stream_survives_intact(
-    fleet: DemoFleet, verb: str, argument: float | None, after: str | None
+    fleet: LocalFleet, verb: str, argument: float | None, after: str | None
 ) -> None:
     await fleet.healthy(WORKERS)
     expected = await answers(fleet)
@@ -205,7 +207,7 @@ async def test_every_stream_survives_intact(
 
 
 @whatever_the_plane
-async def test_an_engine_that_raises_loses_nothing(fleet: DemoFleet) -> None:
+async def test_an_engine_that_raises_loses_nothing(fleet: LocalFleet) -> None:
     await fleet.healthy(WORKERS)
     expected = await answers(fleet)
     victim, streams = await under_fault(fleet, "error", 4)
@@ -222,7 +224,7 @@ async def test_an_engine_that_raises_loses_nothing(fleet: DemoFleet) -> None:
     [("drift", 0.5, HealthStatus.UNHEALTHY, "logit_drift"), ("slow", 8, HealthStatus.SUSPICIOUS, "slow")],
 )
 async def test_correct_tokens_stay_correct_while_their_worker_is_convicted(
-    fleet: DemoFleet, verb: str, argument: float, status: HealthStatus, reason: str
+    fleet: LocalFleet, verb: str, argument: float, status: HealthStatus, reason: str
 ) -> None:
     await fleet.healthy(WORKERS)
     expected, before = await answers(fleet), len(await fleet.events())
@@ -235,7 +237,7 @@ async def test_correct_tokens_stay_correct_while_their_worker_is_convicted(
 
 
 @whatever_the_plane
-async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: DemoFleet) -> None:
+async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: LocalFleet) -> None:
     await fleet.healthy(WORKERS)
     expected, before = await answers(fleet), len(await fleet.events())
     victim, streams = await under_fault(fleet, "corrupt", 8)
@@ -260,7 +262,7 @@ async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Dem
     await fleet.healthy(WORKERS)
 
 
-async def test_streams_continue_when_the_whole_control_plane_is_dead(fleet: DemoFleet) -> None:
+async def test_streams_continue_when_the_whole_control_plane_is_dead(fleet: LocalFleet) -> None:
     status = await fleet.healthy(WORKERS)
     expected = await answers(fleet)
     pids = {p["role"]: p["pid"] for p in status["processes"]}

@@ -15,8 +15,8 @@ import pytest_asyncio
 from fleet import holdfast, running
 from waits import until
 
+from benchmarks.local_fleet import LocalFleet, gone
 from controller.adapters.embedded.free_port import free_port
-from controller.demo.fleet import DemoFleet, gone
 from events.observations import WorkerJoined, WorkerLeft
 from workers.keeper import NAME
 
@@ -31,7 +31,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalFleet]:
     """A whole fleet for tests that only observe it, or break processes that recover; it must still stop gracefully."""
     async with running(
         tmp_path_factory.mktemp("up") / "fleet", *FAST, "--frontends", "2", stops=True
@@ -39,13 +39,15 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoF
         yield made
 
 
-async def test_a_second_up_on_a_busy_directory_is_refused(fleet: DemoFleet) -> None:
+@pytest.mark.slow
+async def test_a_second_up_on_a_busy_directory_is_refused(fleet: LocalFleet) -> None:
     done = holdfast("up", "--data", str(fleet.data), "--port", "18998")
     assert done.returncode == 1
     assert "Another `holdfast up` is running on this data directory" in done.stderr
 
 
-async def test_status_events_and_chaos_as_an_operator_types_them(fleet: DemoFleet) -> None:
+@pytest.mark.slow
+async def test_status_events_and_chaos_as_an_operator_types_them(fleet: LocalFleet) -> None:
     data = fleet.data
     await fleet.healthy(2)
     await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
@@ -106,7 +108,8 @@ def replaced(killed: dict[str, Any], status: dict[str, Any]) -> bool:
     )
 
 
-async def test_every_kind_of_killed_child_is_restarted(fleet: DemoFleet) -> None:
+@pytest.mark.slow
+async def test_every_kind_of_killed_child_is_restarted(fleet: LocalFleet) -> None:
     await fleet.healthy(2)
     before = len(await fleet.events())
     whole = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
@@ -124,6 +127,7 @@ async def test_every_kind_of_killed_child_is_restarted(fleet: DemoFleet) -> None
     ]
 
 
+@pytest.mark.slow
 async def test_ctrl_c_stops_all_gracefully_a_second_up_resumes_and_a_killed_one_leaves_no_orphan(
     data: Path,
 ) -> None:
@@ -158,11 +162,12 @@ async def test_ctrl_c_stops_all_gracefully_a_second_up_resumes_and_a_killed_one_
         assert gone(family)
 
 
+@pytest.mark.slow
 async def test_of_two_that_start_at_once_on_one_port_only_one_does_and_its_lone_worker_is_not_restarted(
     tmp_path: Path,
 ) -> None:
     port = free_port()
-    fleets = [DemoFleet.start(tmp_path / name, "--workers", "1", port=port) for name in ("a", "b")]
+    fleets = [LocalFleet.start(tmp_path / name, "--workers", "1", port=port) for name in ("a", "b")]
     try:
         await until(lambda: any(f.process.poll() is not None for f in fleets), 60)
         assert {f.process.poll() for f in fleets} == {None, 1}

@@ -11,13 +11,14 @@ from typing import Any
 
 import aiohttp
 import first_database
+import pytest
 from fleet import running
 from store_databases import execute
 from waits import until
 
+from benchmarks.local_fleet import LocalFleet, gone
 from controller.adapters.embedded.free_port import free_port
-from controller.demo.fleet import DemoFleet, gone
-from controller.processes.children import die_with
+from controller.adapters.embedded.server import die_with
 from controller.processes.fleet_dir import FleetDir
 from events.observations import WorkerLeft
 
@@ -25,12 +26,12 @@ ASK = {"prompt": [300, 301, 302], "max_tokens": 8, "temperature": 0}
 FAST = ("--workers", "2", "--canary-interval", "0.5")
 
 
-async def said(fleet: DemoFleet, words: str) -> None:
+async def said(fleet: LocalFleet, words: str) -> None:
     """Wait until `up` has printed some text."""
     await until(lambda: words in fleet.log.read_text(), 60)
 
 
-def unread(data: Path) -> DemoFleet:
+def unread(data: Path) -> LocalFleet:
     """Start a fleet as `holdfast up 2>&1 | head -0`, from a terminal: SIGHUP ends it, also if these tests run under nohup."""
     dies_with_us = die_with(os.getpid())
 
@@ -45,9 +46,10 @@ def unread(data: Path) -> DemoFleet:
     )
     assert process.stdout is not None
     process.stdout.close()
-    return DemoFleet(data, port, process, data / "nothing")
+    return LocalFleet(data, port, process, data / "nothing")
 
 
+@pytest.mark.slow
 async def test_neither_a_closed_terminal_nor_a_lost_database_ends_other_processes(
     tmp_path: Path,
 ) -> None:
@@ -76,7 +78,7 @@ async def test_neither_a_closed_terminal_nor_a_lost_database_ends_other_processe
         await bears_a_lost_database(again)
 
 
-async def bears_a_lost_database(fleet: DemoFleet) -> None:
+async def bears_a_lost_database(fleet: LocalFleet) -> None:
     """Remove the database, so that it cannot restart, and lose a worker then; restore it."""
     status = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
     pids = {p["name"]: p["pid"] for p in status["processes"]}
@@ -101,7 +103,7 @@ def _another(status: dict[str, Any], name: str, before: dict[str, int]) -> bool:
 
 @contextmanager
 def frontend_without_a_broker(
-    fleet: DemoFleet, name: str, port: int, log: Path
+    fleet: LocalFleet, name: str, port: int, log: Path
 ) -> Iterator[Callable[[], bool]]:
     """Run a frontend that cannot reach the broker; yield a function that says whether it still runs."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
@@ -132,7 +134,7 @@ async def answered(http: aiohttp.ClientSession, url: str) -> bool:
         return answer.status == 200 and (await answer.json())["usage"]["completion_tokens"] == 8
 
 
-async def serves_without_a_broker(fleet: DemoFleet, name: str, log: Path) -> None:
+async def serves_without_a_broker(fleet: LocalFleet, name: str, log: Path) -> None:
     """Start a frontend that cannot reach the broker, and let it answer."""
     port = free_port()
     with frontend_without_a_broker(fleet, name, port, log) as runs:
@@ -145,6 +147,7 @@ async def serves_without_a_broker(fleet: DemoFleet, name: str, log: Path) -> Non
             await until(serves, 60, f"an answer of {name}", every_s=0.2, failing=(aiohttp.ClientError,))
 
 
+@pytest.mark.slow
 async def test_a_frontend_that_starts_while_the_broker_is_unreachable_serves(tmp_path: Path) -> None:
     """A new fleet's snapshot is enough, and so are the events in `fleet_events` if there is no snapshot."""
     async with running(tmp_path / "fleet", "--workers", "2") as fleet:

@@ -13,8 +13,8 @@ import pytest_asyncio
 from fleet import client, holdfast, running
 from upstream import Upstream
 
-from controller.demo.fleet import DemoFleet
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
+from benchmarks.local_fleet import LocalFleet
+from events.token_bytes import BUILTIN_FILE
 from workers.engines.openai.kv_names import CANARY_SALT, EPOCH_SALT, read_salt
 
 FLAGS = (
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 class World:
     """A fleet of two workers, one in front of each server."""
 
-    fleet: DemoFleet
+    fleet: LocalFleet
     servers: tuple[Upstream, Upstream]
 
 
@@ -55,7 +55,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         await server.stop()
 
 
-async def text(fleet: DemoFleet, number: int) -> str:
+async def text(fleet: LocalFleet, number: int) -> str:
     """Return one streamed answer, complete."""
     async with client(fleet) as api:
         prompt = [300 + (7 * number + 13 * k) % 1500 for k in range(20)]
@@ -72,10 +72,11 @@ async def text(fleet: DemoFleet, number: int) -> str:
         return "".join(piece.text for piece in pieces)
 
 
-async def answers(fleet: DemoFleet) -> list[str]:
+async def answers(fleet: LocalFleet) -> list[str]:
     return list(await asyncio.gather(*(text(fleet, number) for number in range(STREAMS))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_no_user_notices(world: World, fault: str) -> None:
     await world.fleet.healthy(2)
@@ -91,6 +92,7 @@ async def test_no_user_notices(world: World, fault: str) -> None:
         sick.fault = ""
 
 
+@pytest.mark.slow
 async def test_the_next_life_of_a_worker_uses_no_server_cache_from_before_the_conviction(
     world: World,
 ) -> None:

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import aiohttp
 import first_database
+import pytest
 from fleet import holdfast
 from upstream import Upstream
 from waits import until
 
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.embedded.free_port import free_port
-from controller.demo.fleet import DemoFleet
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
+from events.token_bytes import BUILTIN_FILE
 
 
-async def asked(fleet: DemoFleet, model: str) -> tuple[int, str, bool]:
+async def asked(fleet: LocalFleet, model: str) -> tuple[int, str, bool]:
     """Request a few tokens; return status, code, and whether there is a Retry-After."""
     body = {"model": model, "prompt": "a", "max_tokens": 2}
     async with (
@@ -28,16 +29,17 @@ async def asked(fleet: DemoFleet, model: str) -> tuple[int, str, bool]:
 
 
 @asynccontextmanager
-async def waiting(data: Path, *flags: str) -> AsyncIterator[DemoFleet]:
+async def waiting(data: Path, *flags: str) -> AsyncIterator[LocalFleet]:
     """A fleet that has been started, and need not become ready."""
     first_database.lay_in_fleet(data)
-    fleet = DemoFleet.start(data, "--engine", "openai", "--canary-interval", "0.5", *flags)
+    fleet = LocalFleet.start(data, "--engine", "openai", "--canary-interval", "0.5", *flags)
     try:
         yield fleet
     finally:
         fleet.end()
 
 
+@pytest.mark.slow
 async def test_it_waits_for_its_servers_reports_it_and_serves_with_the_first(tmp_path: Path) -> None:
     tokenizer, key, ports = tmp_path / "tokenizer", tmp_path / "key", (free_port(), free_port())
     tokenizer.mkdir()

@@ -166,12 +166,12 @@ async def rehearsed(folder: Path) -> tuple[list[Json], list[float]]:
     from rehearsal import FLAGS, broken, lasts, users
     from test_dashboard_queries import rows
 
-    from controller.demo.fleet import DemoFleet
+    from benchmarks.local_fleet import LocalFleet
     from controller.processes.fleet_dir import FleetDir
     from grafana.boards import incident
     from grafana.write import BOARDS
 
-    fleet = DemoFleet.start(folder / "fleet", *FLAGS)
+    fleet = LocalFleet.start(folder / "fleet", *FLAGS)
     try:
         await (await fleet.ready()).healthy(3)
         printed = await asyncio.to_thread(holdfast, "scrape-config", "--data", str(fleet.data))

@@ -247,6 +247,7 @@ def test_each_alert_has_a_case() -> None:
     assert {alert.board for alert in ALERTS} <= {board.uid for board in BOARDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_alert_fires_only_when_it_should(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -283,6 +284,7 @@ def test_every_metric_and_label_of_a_rule_exists(rule: object) -> None:
     assert set(re.findall(r"holdfast:[\w:]+", expr)) <= RECORDED_NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "series",
     [

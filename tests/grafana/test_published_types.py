@@ -55,6 +55,7 @@ def test_grafanas_types_accept_a_dashboard(board: str, errors: dict[str, list[st
     assert errors[board] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_grafanas_types_reject_an_invalid_dashboard(wrong: str, errors: dict[str, list[str]]) -> None:
     assert errors[wrong.replace(" ", "-")]

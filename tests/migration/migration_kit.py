@@ -1,14 +1,11 @@
 """Test kit of migration tests: the seed's model, groups and requests."""
 
-from datetime import UTC, datetime, timedelta
-
 from controller.migration.cost import KvShape, MigrationTarget
 from controller.migration.links import Lane, LinkName
 from controller.migration.placement import Leaving
 from events.observations import Profile
 
 LLAMA_70B = KvShape(layers=80, kv_heads=8, head_size=128, bytes_per_element=2, tp=8)
-START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def profile(*, rate: float = 5000.0, block_tokens: int = 16) -> Profile:
@@ -56,7 +53,7 @@ def leaving(
     return Leaving(
         request_id=name,
         priority=priority,
-        arrived=START + timedelta(seconds=after_s),
+        arrived=after_s,
         tokens=tokens,
         cached=cached,
     )

@@ -61,6 +61,7 @@ def test_costs_rise_with_the_tokens_and_are_never_negative(
     assert few.transfer_time_ms <= less.transfer_time_ms and few.reprefill_time_ms <= less.reprefill_time_ms
 
 
+@pytest.mark.slow
 @given(policies(), targets(), st.integers(0, 64), st.integers(1, 4), st.data())
 @settings(max_examples=300, deadline=None)
 def test_the_crossover_agrees_with_the_comparison_on_either_side(
@@ -108,6 +109,7 @@ def crowds(draw: st.DrawFn) -> tuple[list[Leaving], list[MigrationTarget]]:
     return requests, [draw(targets(name, block_tokens)) for name in names]
 
 
+@pytest.mark.slow
 @given(policies(), st.sampled_from([SHAPE, None]), crowds())
 @settings(max_examples=200, deadline=None)
 def test_every_placement_fits_its_group(

@@ -132,6 +132,7 @@ def profiled(*arguments: Any, within_s: float = 60.0) -> int:
     return codes[-1]
 
 
+@pytest.mark.slow
 def test_a_worker_is_measured_over_its_port_and_written_down(
     worker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ class Engine:
         self.holds: Content = set()
 
     def say(self, *events: KvEvent) -> bytes:
-        first, said = self.ledger.say(events)
+        first, said = self.ledger.record(events)
         return kv.encode([*self.holder, first, [msgspec.Raw(event) for event in said]])
 
 

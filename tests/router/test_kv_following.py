@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 from waits import turns, until
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.feeds.kv_events import ASK_S, ASKS_MAX, KvEvents
 from controller.router.endpoints import WorkerRank
 from events import kv, subjects
@@ -87,6 +88,10 @@ class Publisher(KvPublisher):
     def start(self, ranks: int, muted: Callable[[], bool] | None = None) -> None:
         super().start(ranks, muted or (lambda: self.silent))
 
+    def refused(self) -> int:
+        """Return the number of the engine's events that contradicted earlier ones."""
+        return sum(ledger.refused for ledger in self.ledgers.values())
+
     async def answer_late(self, late_s: float) -> None:
         """Answer every request this much later from now on."""
         assert self._heard is not None
@@ -129,7 +134,7 @@ class Fleet:
         )
         self.engines[engine.worker], self.publishers[engine.worker] = engine, publisher
         publisher.start(engine.dp)
-        await publisher.hear()
+        await publisher.subscribe()
         self.tell()
         return engine
 
@@ -191,7 +196,7 @@ class Fleet:
         return [
             (place, holder)
             for place, (frontend, _) in enumerate(self.frontends)
-            for holder in {*truth, *frontend.index.holders}
+            for holder in {*truth, *frontend.view.index.holders}
             if held(frontend, holder) != truth.get(holder, set())
         ]
 
@@ -208,7 +213,7 @@ class Fleet:
 
 
 def held(frontend: KvEvents, holder: WorkerRank) -> Content:
-    return {(block, tier) for tier, _, blocks in frontend.index.held(holder) for block in blocks}
+    return {(block, tier) for tier, _, blocks in frontend.view.index.held(holder) for block in blocks}
 
 
 @asynccontextmanager
@@ -234,8 +239,8 @@ async def test_every_frontend_tracks_the_engines_caches(nats_server: EmbeddedSer
             await turns()
         await until(made.right)
         (first, _), (second, _) = made.frontends
-        assert all(first.complete(holder) for holder in first.index.holders)
-        assert str(first.health).endswith("of 4 of 4 ranks")
+        assert all(first.view.complete(holder) for holder in first.view.index.holders)
+        assert str(first.view.health).endswith("of 4 of 4 ranks")
 
         await made.stop_frontend(second)
         made.run(3)
@@ -250,7 +255,7 @@ async def test_every_frontend_tracks_the_engines_caches(nats_server: EmbeddedSer
         await made.remove("w0")
         made.run(3)
         await until(made.right)
-        assert {holder.worker for holder in first.index.holders if held(first, holder)} == {"w1", "w.2"}
+        assert {holder.worker for holder in first.view.index.holders if held(first, holder)} == {"w1", "w.2"}
 
 
 async def test_events_from_a_broker_outage_are_recovered(own_nats: EmbeddedServer) -> None:
@@ -310,11 +315,11 @@ async def test_a_new_frontend_restores_everything_while_events_continue_and_some
 
         def restored() -> bool:
             made.run()
-            return frontend.health.complete >= 4 and frontend.view.counts.failed >= ASKS_MAX
+            return frontend.view.health.complete >= 4 and frontend.view.counts.failed >= ASKS_MAX
 
         await until(restored, every_s=0.01)
         await until(made.right)
-        assert frontend.health.complete == 4 and frontend.view.counts.restored >= 4
+        assert frontend.view.health.complete == 4 and frontend.view.counts.restored >= 4
 
 
 async def test_the_number_of_concurrent_requests_is_bounded(nats_server: EmbeddedServer) -> None:
@@ -381,12 +386,12 @@ async def test_a_frontend_catches_up_with_a_muted_worker(nats_server: EmbeddedSe
         )
         publisher.silent = False
         await until(made.right)
-        assert publisher.refused == 0
+        assert publisher.refused() == 0
 
 
 async def test_events_of_one_step_are_sent_in_small_messages(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url, LedgerBounds(part_bytes=1000)) as made:
-        await until(lambda: all(frontend.health.complete == 4 for frontend, _ in made.frontends))
+        await until(lambda: all(frontend.view.health.complete == 4 for frontend, _ in made.frontends))
         listener, sizes = await BrokerConnection.open(nats_server.url, "listener"), []
         try:
             await listener.subscribe_raw(subjects.KV_EVENTS, lambda s, r, body, h: sizes.append(len(body)))
@@ -404,12 +409,12 @@ async def test_events_of_one_step_are_sent_in_small_messages(nats_server: Embedd
 
 async def test_unsent_events_are_not_announced_as_missing(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url) as made:
-        await until(lambda: all(frontend.health.complete == 4 for frontend, _ in made.frontends))
+        await until(lambda: all(frontend.view.health.complete == 4 for frontend, _ in made.frontends))
         before = [frontend.view.counts.gaps for frontend, _ in made.frontends]
         for _ in range(5):
             made.run()
             for publisher in made.publishers.values():
-                publisher.tell()  # as it does periodically, and when the broker is back
+                publisher.announce_next()  # as it does periodically, and when the broker is back
             await until(made.right)
         assert [frontend.view.counts.gaps for frontend, _ in made.frontends] == before
 
@@ -426,9 +431,9 @@ def test_a_batch_decodes_to_its_events() -> None:
 def holds(engine: SimulatedEngine, rank: int) -> Content:
     """Return the blocks of a rank of a simulated engine, on all tiers."""
     manager = engine.each[rank].scheduler.kv
-    held = {(block, Tier.DEVICE) for block in manager.named}  # those with a name, in use or idle
+    held = {(block, Tier.DEVICE) for block in manager.parents}  # those with a name, in use or idle
     if manager.slow is not None:
-        held |= {(block, tier) for tier in (Tier.HOST, Tier.DISK) for block in manager.slow.blocks(tier)}
+        held |= {(block, tier) for tier in (Tier.HOST, Tier.DISK) for block in manager.slow.held[tier]}
     return held
 
 
@@ -473,7 +478,7 @@ async def test_simulated_engines_are_followed_through_evictions_tiers_and_losses
         await until(
             lambda: all(held(f, h) == content for f, _ in made.frontends for h, content in truth.items())
         )
-        assert not any(publisher.refused for publisher in made.publishers.values())
+        assert not any(publisher.refused() for publisher in made.publishers.values())
         assert made.publishers["w1"].dropped > 0
         for engine in engines.values():
             await engine.stop()

@@ -219,6 +219,7 @@ def test_exact_ties_are_drawn_evenly() -> None:
     assert drawn([2, 2], 0.7) == {0: 500, 1: 500}
 
 
+@pytest.mark.slow
 def test_a_temperature_lets_higher_costs_win_by_their_relative_distance() -> None:
     counts = drawn([10, 20, 30], 0.5, 10_000)
     chances = np.exp([0, -1, -2])

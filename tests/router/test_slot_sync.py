@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.feeds.slot_sync import SlotSync
 from controller.router.endpoints import WorkerRank
 from controller.router.load.active_sequences import ActiveSequences, RankWork

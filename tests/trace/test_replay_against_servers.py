@@ -38,7 +38,7 @@ async def replayed(
         async with asyncio.timeout(60):
             await replay.run(stop)
     finally:
-        target.close()
+        await target.close()
     return measures
 
 
@@ -122,7 +122,7 @@ async def test_a_plan_that_fails_ends_it() -> None:
         replay = Replay(target, worded, bad(), ReplayMeasures(AnswerSlo()), Limits())
         with pytest.raises(BadEndpoint, match="the file is gone"):
             await replay.run(asyncio.Event())
-        target.close()
+        await target.close()
 
 
 async def test_a_text_only_server_gets_words_for_the_same_number_of_tokens() -> None:
@@ -185,5 +185,5 @@ async def test_a_burst_is_sent_at_once() -> None:
         worded = await request_bodies.find(target, "m", chat=False)
         burst: Iterable[PlannedRequest] = planned()
         await Replay(target, worded, iter(burst), measures, Limits()).run(asyncio.Event())
-        target.close()
+        await target.close()
     assert measures.whole == 300 and measures.in_flight_max > 100

@@ -15,8 +15,8 @@ import pytest
 from scripted import Scripted, serving
 from waits import block_until
 
+from benchmarks.simulation import chat_traffic
 from controller import cli
-from controller.trace import chat
 from controller.trace.rows import encode
 
 LINES = [
@@ -70,7 +70,7 @@ def test_a_profile_is_replayed_for_any_length(
     server: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded, profile = tmp_path / "recorded.jsonl", tmp_path / "profile.json.gz"
-    recorded.write_bytes(b"".join(map(encode, chat.requests(seed=1, seconds=200))))
+    recorded.write_bytes(b"".join(map(encode, chat_traffic.requests(seed=1, seconds=200))))
     assert cli.main(["trace", "fit", str(recorded), *BLOCKS, "-o", str(profile)]) == 0
     assert replay(profile, "--url", server.url) == 2
     assert "which has no end: set --max-requests or --seconds" in capsys.readouterr().err
@@ -225,6 +225,7 @@ def test_sigterm_gives_the_report_so_far(server: Scripted, tmp_path: Path) -> No
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_in_seconds_even_if_a_server_floods(tmp_path: Path) -> None:
     trace, streams = tmp_path / "burst.jsonl", 60
     trace.write_bytes(LINES[0] * streams)

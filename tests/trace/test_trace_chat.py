@@ -6,8 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from benchmarks.simulation import chat_traffic
 from controller.demo import profile as demo
-from controller.trace import chat, synthesis
+from controller.trace import synthesis
 from controller.trace.profile import learn
 from controller.trace.rows import TraceRow
 from controller.trace.tree import Tree
@@ -17,13 +18,13 @@ CLOSE = 0.1
 
 @pytest.fixture(scope="module")
 def recorded() -> list[TraceRow]:
-    return list(chat.requests())
+    return list(chat_traffic.requests())
 
 
 def figures(rows: list[TraceRow]) -> dict[str, float]:
     """Return the published figures, computed of these requests."""
-    systems = sum(tokens // chat.BLOCK_TOKENS for _, tokens in chat.SYSTEM_PROMPTS)
-    tree, hits, others, times = Tree(chat.BLOCK_TOKENS), 0, 0, dict[int, list[float]]()
+    systems = sum(tokens // chat_traffic.BLOCK_TOKENS for _, tokens in chat_traffic.SYSTEM_PROMPTS)
+    tree, hits, others, times = Tree(chat_traffic.BLOCK_TOKENS), 0, 0, dict[int, list[float]]()
     for row in rows:
         known = tree.add(row)
         own = [block for block in row.hash_ids if block >= systems]
@@ -47,16 +48,18 @@ def figures(rows: list[TraceRow]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_it_has_the_published_lengths_and_sharing(recorded: list[TraceRow]) -> None:
-    off = {name: value / chat.PUBLISHED[name] - 1 for name, value in figures(recorded).items()}
-    assert set(off) == set(chat.PUBLISHED)
+    off = {name: value / chat_traffic.PUBLISHED[name] - 1 for name, value in figures(recorded).items()}
+    assert set(off) == set(chat_traffic.PUBLISHED)
     assert max(map(abs, off.values())) < CLOSE, off
-    assert len(recorded) / (recorded[-1].timestamp / 1e3) == pytest.approx(chat.RATE, rel=CLOSE)
+    assert len(recorded) / (recorded[-1].timestamp / 1e3) == pytest.approx(chat_traffic.RATE, rel=CLOSE)
 
 
+@pytest.mark.slow
 def test_the_demos_profile_is_learned_from_it(recorded: list[TraceRow]) -> None:
-    again = "run `python -m controller.trace.chat controller/demo/profile.json.gz`"
-    assert demo.shipped() == learn(recorded, chat.BLOCK_TOKENS, says=chat.PUBLISHES), again
+    again = "run `python -m benchmarks.simulation.chat_traffic controller/demo/profile.json.gz`"
+    assert demo.built_in() == learn(recorded, chat_traffic.BLOCK_TOKENS, says=chat_traffic.PUBLISHES), again
 
 
 def test_equal_hash_ids_are_equal_tokens() -> None:

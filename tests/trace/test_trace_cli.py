@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulation import chat_traffic
 from controller import cli
-from controller.trace import chat
 from controller.trace.rows import TraceReader, encode
 
-LINES = [encode(row) for row in chat.requests(seed=1, seconds=200)]
-BLOCKS = ["--block-size", str(chat.BLOCK_TOKENS)]
+LINES = [encode(row) for row in chat_traffic.requests(seed=1, seconds=200)]
+BLOCKS = ["--block-size", str(chat_traffic.BLOCK_TOKENS)]
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_trace_and_its_profile_generate_the_same_requests(
     assert printed.count(b"\n") == 50
     assert holdfast("synthesize", profile, "--requests", 50, "--seed", 4, "-o", made) == 0
     assert gzip.decompress(made.read_bytes()) == printed
-    assert len(list(TraceReader(made, chat.BLOCK_TOKENS))) == 50
+    assert len(list(TraceReader(made, chat_traffic.BLOCK_TOKENS))) == 50
 
 
 def test_every_knob_is_a_flag(trace: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.trace import chat
+from benchmarks.simulation import chat_traffic
 from controller.trace.analysis import Analysis, analyze, measure
 from controller.trace.profile import TraceProfile, learn, load, save
 from controller.trace.rows import BadTrace, TraceReader, TraceRow
@@ -23,12 +23,12 @@ from events.errors import UsageError
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_conversation.jsonl"
 CLOSE = 0.03
-BLOCK = chat.BLOCK_TOKENS
+BLOCK = chat_traffic.BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
 def recorded() -> list[TraceRow]:
-    return list(chat.requests(seed=7, seconds=2400))
+    return list(chat_traffic.requests(seed=7, seconds=2400))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,7 @@ def test_it_is_within_three_percent_of_a_small_trace(recorded: list[TraceRow], a
     assert max(map(abs, figures.values())) < CLOSE, figures
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not MOONCAKE.exists(), reason="needs ../shared/data/mooncake_conversation.jsonl beside this clone"
 )
@@ -91,6 +92,7 @@ def test_as_many_as_were_learned_arrive_in_the_same_time_and_share_the_same_pref
     assert ours.context_length.mean == pytest.approx(theirs.context_length.mean)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [0.5, 2])
 def test_fewer_or_more_than_were_learned_share_as_much(
     times: float, learned: TraceProfile, recorded: list[TraceRow]

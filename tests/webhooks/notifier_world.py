@@ -16,8 +16,9 @@ import aiohttp
 from told_events import heard
 from waits import until
 
+from controller.adapters.embedded.nats import start_nats
 from controller.adapters.embedded.nats_users import BrokerUsers, configuration
-from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.embedded.server import EmbeddedServer
 from events import permissions
 from events.journal.nats import NatsJournal
 from events.nats.urls import as_user, with_keys

@@ -35,6 +35,7 @@ def verified(receiver: Receiver) -> list[str]:
     return [id for id, _ in groupby(receiver.ids)]
 
 
+@pytest.mark.slow
 async def test_a_receiver_that_fails_in_every_way_gets_all_in_order(world: NotifierWorld) -> None:
     ways: list[Act] = [500, "stall", "drop", (429, {"Retry-After": "0"}), 503, 302, 404, "half", 502]
     async with receiving(*(act for way in ways for act in (way, 200))) as receiver:
@@ -45,6 +46,7 @@ async def test_a_receiver_that_fails_in_every_way_gets_all_in_order(world: Notif
         assert {one.path for one in receiver.all} == {"/told"}
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_by_a_notifier_that_is_killed_twice(world: NotifierWorld) -> None:
     def act(received: Received) -> Act:
         return 503 if len(receiver.all) % 3 == 1 else 200
@@ -62,6 +64,7 @@ async def test_nothing_is_lost_by_a_notifier_that_is_killed_twice(world: Notifie
         assert verified(receiver) == ids
 
 
+@pytest.mark.slow
 async def test_a_stopping_notifier_finishes_its_try_and_sends_nothing_twice(
     world: NotifierWorld,
 ) -> None:
@@ -78,6 +81,7 @@ async def test_a_stopping_notifier_finishes_its_try_and_sends_nothing_twice(
         assert receiver.ids == ids
 
 
+@pytest.mark.slow
 async def test_an_idle_notifier_stops_at_once(world: NotifierWorld) -> None:
     async with receiving() as receiver:
         await world.notify({"url": receiver.url})
@@ -86,6 +90,7 @@ async def test_an_idle_notifier_stops_at_once(world: NotifierWorld) -> None:
         assert await world.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 async def test_the_notifier_waits_for_a_broker_that_dies(world: NotifierWorld) -> None:
     async with receiving() as receiver:
         await world.notify({"url": receiver.url})
@@ -97,6 +102,7 @@ async def test_the_notifier_waits_for_a_broker_that_dies(world: NotifierWorld) -
         assert list(dict.fromkeys(verified(receiver))) == ids, "the event sent right before may be sent again"
 
 
+@pytest.mark.slow
 async def test_a_refused_event_becomes_a_dead_letter_that_can_be_sent_again(world: NotifierWorld) -> None:
     at_broker = {"HOLDFAST_NATS_URL": world.url, "HOLDFAST_DATA": str(world.data)}
     async with receiving() as receiver:
@@ -131,6 +137,7 @@ async def test_a_refused_event_becomes_a_dead_letter_that_can_be_sent_again(worl
         assert {*receiver.ids} == {*ids} and len(verified(receiver)) == 5
 
 
+@pytest.mark.slow
 async def test_a_receiver_that_answers_410_gets_no_more_events_and_this_is_visible(
     world: NotifierWorld,
 ) -> None:
@@ -155,6 +162,7 @@ async def test_a_receiver_that_answers_410_gets_no_more_events_and_this_is_visib
         assert len(gone.all) == 2
 
 
+@pytest.mark.slow
 async def test_changed_kinds_apply_from_the_current_position(world: NotifierWorld) -> None:
     async with receiving() as receiver:
         await world.notify({"url": receiver.url})
@@ -167,6 +175,7 @@ async def test_changed_kinds_apply_from_the_current_position(world: NotifierWorl
         assert receiver.ids == [first, second]
 
 
+@pytest.mark.slow
 async def test_a_notifier_announces_which_kinds_it_knows_and_that_it_leaves(world: NotifierWorld) -> None:
     announced: asyncio.Queue[dict[str, object]] = asyncio.Queue()
 

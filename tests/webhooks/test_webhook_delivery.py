@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from told_events import AT, event, heard
+from virtual_clock import VirtualClock
 
-from controller.adapters.clock import VirtualClock
 from controller.webhooks.delivery import Delivery, NotifierMetrics
 from controller.webhooks.retry_policy import Answer
 from controller.webhooks.settings import NotifierSettings, Webhook
@@ -212,6 +212,7 @@ async def test_the_age_of_the_current_event_is_visible() -> None:
 ANSWERS = st.lists(st.sampled_from([200, 204, 302, 400, 404, 408, 429, 500, 503, None]), max_size=60)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), ANSWERS, st.lists(st.integers(1, 12), max_size=4))
 def test_nothing_is_lost_or_reordered_for_any_responses_and_crashes(
     count: int, answers: Sequence[int | None], crashes: Sequence[int]

@@ -131,6 +131,7 @@ def paged(fact: Fact) -> dict[str, Any]:
 # --- the shapes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.kind())
 def test_every_kind_has_the_shape_that_each_receiver_expects(fact: Fact) -> None:
     said = event(fact)

@@ -31,6 +31,7 @@ async def test_a_sample_is_sent_and_the_response_is_printed(tmp_path: Path) -> N
     assert "this is a test" in json.loads(second.body)["text"]
 
 
+@pytest.mark.slow
 async def test_the_pagerduty_test_alert_is_resolved_again(tmp_path: Path) -> None:
     (secret := tmp_path / "key").write_text("A" * 32)
     async with receiving() as receiver:

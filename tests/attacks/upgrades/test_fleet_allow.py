@@ -15,9 +15,9 @@ from nats.js.api import ConsumerConfig
 from record import restore
 from release_before import RELEASE
 
-from controller.adapters.embedded.servers import EmbeddedServer
+from benchmarks.local_fleet import LocalFleet
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.deciders.fleet import DECIDERS_VERSION
-from controller.demo.fleet import DemoFleet
 from events import codec
 from events.observations import WorkerHeard
 from events.subjects import STREAM
@@ -29,12 +29,12 @@ HEARD = WorkerHeard(worker="w0", instance="i", observer="o")
 OLD_READER = "r1-0123456789ab"  # a consumer name in the format of 0.2.0
 
 
-async def typed(fleet: DemoFleet, *words: str) -> Any:
+async def typed(fleet: LocalFleet, *words: str) -> Any:
     """Run one command as an operator."""
     return await asyncio.to_thread(holdfast, *words, "--data", str(fleet.data))
 
 
-async def versions(fleet: DemoFleet) -> dict[str, Any]:
+async def versions(fleet: LocalFleet) -> dict[str, Any]:
     """Return the output of `holdfast fleet versions`; empty while no controller leads."""
     ran = await typed(fleet, "fleet", "versions", "-o", "json")
     return json.loads(ran.stdout) if ran.returncode == 0 else {}
@@ -78,14 +78,14 @@ async def test_kinds_unknown_to_an_old_process_are_used_once_an_operator_allows_
     await broker.close()
 
 
-async def all_in_force(fleet: DemoFleet) -> None:
+async def all_in_force(fleet: LocalFleet) -> None:
     said: dict[str, Any] = {}
     while set(said.get("in_force", {}).get("kinds", ())) != new_kinds():
         said = await versions(fleet)
     assert said["in_force"]["deciders_version"] == DECIDERS_VERSION
 
 
-async def the_controller_is_killed(fleet: DemoFleet) -> None:
+async def the_controller_is_killed(fleet: LocalFleet) -> None:
     before = pids(await fleet.status())
     os.kill(before["controller"], signal.SIGKILL)
     await fleet.until(lambda status: pids(status).get("controller") not in (None, before["controller"]))
@@ -95,7 +95,7 @@ def pids(status: dict[str, Any]) -> dict[str, int]:
     return {process["role"]: process["pid"] for process in status["processes"]}
 
 
-async def commands_skip_what_is_newer(fleet: DemoFleet, stream: nats.js.JetStreamContext) -> None:
+async def commands_skip_what_is_newer(fleet: LocalFleet, stream: nats.js.JetStreamContext) -> None:
     made = codec.encode_headers(
         HEARD, id=codec.new_id(), source="newer:x", source_number=1, said_at=datetime.now(UTC)
     )

@@ -26,7 +26,7 @@ import pytest
 from waits import until
 
 from controller.adapters.embedded.free_port import free_port
-from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.embedded.server import EmbeddedServer
 from controller.adapters.postgres import migrate
 from events import subjects
 from events.nats.bus import NatsBus
@@ -205,7 +205,7 @@ class MixedFleet:
         """Replace a part by another release of it."""
         if name == "projector" and version == "old":
             await self.stop(name)
-            await migrate.downgrade(self._database, to="0001")  # as docs/operations/upgrade.md says
+            await migrate.take_back(self._database, "0001")  # as docs/operations/upgrade.md says
         else:
             await self.stop(name)
         await self.start(name, version)

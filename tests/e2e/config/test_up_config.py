@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import first_database
+import pytest
 from fleet import holdfast, streamed, undisturbed
 
+from benchmarks.local_fleet import LocalFleet
 from controller.adapters.embedded.free_port import free_port
-from controller.demo.fleet import DemoFleet
 
 PROMPT = (5, 6, 7)
 
@@ -23,6 +24,7 @@ def start(file: Path, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=output, stderr=output, env=clean)
 
 
+@pytest.mark.slow
 async def test_up_starts_a_fleet_from_a_file_alone(tmp_path: Path) -> None:
     data, port = tmp_path / "fleet", free_port()
     data.mkdir(0o700)
@@ -41,7 +43,7 @@ async def test_up_starts_a_fleet_from_a_file_alone(tmp_path: Path) -> None:
         [worker]
         itl_ms = 1
     """)
-    fleet = await DemoFleet(data, port, start(file, data / "up.log"), data / "up.log").ready()
+    fleet = await LocalFleet(data, port, start(file, data / "up.log"), data / "up.log").ready()
     try:
         await fleet.healthy(2)
         status = json.loads(holdfast("status", "-o", "json", "--data", str(data)).stdout)
