@@ -18,7 +18,6 @@ if connection is None:
     )
 context.configure(
     connection=connection,
-    target_metadata=context.config.attributes.get("metadata"),
     version_table_schema=context.config.attributes["schema"],
     transaction_per_migration=False,
 )
