@@ -44,6 +44,8 @@ def _claims(joined: WorkerJoined) -> Iterator[Claim]:
     yield from _optional("migration_limit", joined.migration_limit, LIMIT_MAX)
     yield "names of also_served", len(joined.also_served), 0, NAMES_MAX
     yield "length of a name of also_served", max(map(len, joined.also_served), default=0), 0, NAME_MAX
+    yield "number of paths", len(joined.paths), 0, NAMES_MAX
+    yield "length of a path", max(map(len, joined.paths), default=0), 0, NAME_MAX
     yield from _of_profile(joined.profile)
     if (kv := joined.kv) is not None:
         for name, value in (("layers", kv.layers), ("kv_heads", kv.kv_heads), ("head_size", kv.head_size)):

@@ -85,6 +85,8 @@ class WorkerJoined(WorkerObservation):
     also_served: tuple[str, ...] = ()  # other names under which its server serves the same weights
     # weights and computation that the engine reports, part of the canary key; empty: not reported
     lineage: str = ""
+    # HTTP paths of the server behind this worker to which clients' requests can be passed on
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

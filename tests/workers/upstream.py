@@ -28,6 +28,18 @@ EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt", "c
 
 
 @dataclass
+class OtherPath:
+    """The server's behaviour at a path other than completions."""
+
+    pieces: list[bytes]  # of the body, each written alone
+    status: int = 200
+    media: str = "application/json"
+    breaks: bool = False  # the connection breaks after the pieces
+    hangs: bool = False  # nothing follows the pieces until `Upstream.release`
+    retry_after: str = ""
+
+
+@dataclass
 class Upstream:
     """The server's behaviour. `fault` affects every completion after `after` good tokens, except probes."""
 
@@ -74,6 +86,9 @@ class Upstream:
     abandoned: int = 0  # streams abandoned by their reader
     url: str = ""
     release: asyncio.Event = field(default_factory=asyncio.Event)  # ends a stall
+    others: dict[str, OtherPath] = field(default_factory=dict)  # by path
+    documented: bool = True  # whether it lists its paths at /openapi.json
+    passed_on: list[tuple[str, str, bytes]] = field(default_factory=list)  # path, media type and body
     _runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0) -> "Upstream":
@@ -87,6 +102,8 @@ class Upstream:
                 web.get("/get_server_info", self._info),
                 web.get("/v1/models", self._models),
                 web.post("/v1/completions", self._completions),
+                web.get("/openapi.json", self._openapi),
+                web.post("/{path:.+}", self._other),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
@@ -115,6 +132,37 @@ class Upstream:
         if not self.answers:
             await self.release.wait()
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        if not self.documented:
+            raise web.HTTPNotFound
+        return web.json_response(
+            {"paths": {path: {} for path in ("/v1/completions", "/sleep", *self.others)}}
+        )
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        self.passed_on.append((request.path, request.headers.get("Content-Type", ""), await request.read()))
+        self.traces.append(request.headers.get("traceparent"))
+        known = self.others.get(request.path)
+        if known is None:
+            raise web.HTTPNotFound
+        headers = {"Content-Type": known.media} | (
+            {"Retry-After": known.retry_after} if known.retry_after else {}
+        )
+        response = web.StreamResponse(status=known.status, headers=headers)
+        await response.prepare(request)
+        try:
+            for piece in known.pieces:
+                await response.write(piece)
+                await asyncio.sleep(0.005)  # so that the pieces arrive apart
+            if known.hangs:
+                await self.release.wait()
+        except (asyncio.CancelledError, ConnectionError):
+            self.abandoned += 1
+            raise
+        if known.breaks and request.transport is not None:
+            request.transport.abort()
+        return response
 
     async def _version(self, request: web.Request) -> web.Response:
         if self.manner != "vllm":

@@ -76,6 +76,7 @@ class EngineIdentity:
     waiting_max: int | None = None  # requests that may wait while the running batch is full; None: unlimited
     server: str = ""  # host and port of the server that runs the model; empty: this process runs the model
     lineage: str = ""  # the server's reports on its weights and on how it computes; empty: none were reported
+    paths: tuple[str, ...] = ()  # HTTP paths of the server to which clients' requests can be passed on
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Abilities:
     handles: bool = False  # can hand over a request's KV cache to another server: see `Upstream.handle`
     root: str = ""  # the weights' repository or folder, as /v1/models lists it; empty: not reported
     also_served: tuple[str, ...] = ()  # further names of the same weights in /v1/models, sorted
+    paths: tuple[str, ...] = ()  # HTTP paths to which clients' requests can be passed on
     size: int | None = None  # size of the weights in bytes, as /v1/models lists it; None: not reported
     # by page, the values of the lineage that pages other than /v1/models report
     told: Mapping[str, Told] = field(default_factory=dict)

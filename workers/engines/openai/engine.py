@@ -160,6 +160,8 @@ class OpenAIEngine:
             return f"overloaded: the upstream takes no new requests for {closed_s:.1f} s"
         if overload := self._requests.overload(canary=request.canary):
             return overload
+        if request.proxied is not None:
+            return None
         if not request.tokens and not request.prompt_text:
             return "invalid_request: the prompt is empty"
         if not self._abilities.token_prompts and not prompt_text(request):
@@ -174,6 +176,11 @@ class OpenAIEngine:
 
         `handle` locates the KV cache of a request that arrives from another server. It is None for all other requests.
         """
+        if request.proxied is not None:
+            self._requests.begin(
+                key, request, asyncio.ensure_future(self._serve(key, request, None)), movable=False
+            )
+            return
         # real servers reject a request with a larger `max_tokens`, instead of stopping at the end of the context
         most = min(request.sampling.max_tokens, self.identity.context_tokens - len(request.tokens))
         if most <= 0:

@@ -19,11 +19,12 @@ from events.grammar.ebnf import parse_ebnf
 from events.grammar.printer import to_gbnf
 from events.grammar.refusals import GrammarRefused
 from events.process.key_file import read_key
-from events.refusal import unsupported
-from events.wire import Chunk, Generate, Logprob
+from events.refusal import RequestRefusal, unsupported
+from events.wire import Chunk, Generate, Logprob, ProxiedRequest
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.identity_watch import IdentityWatch
-from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite
+from workers.engines.openai.proxy import pieces
+from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite, is_client_error
 from workers.engines.openai.upstream import (
     UNAUTHORIZED,
     Handle,
@@ -40,6 +41,7 @@ OVERLOADED = "overloaded"
 LOGPROBS_BYTES_MAX = 32 * 1024 * 1024
 KEY_EVERY_S = 1.0  # between two reads of the key's file
 KEY_READ_S_MAX = 2.0  # a file system that hangs must not delay requests
+NOT_SERVED = (404, 405, 501)  # statuses of a server that does not have the path of a proxied request
 STRANGE = (*UNAUTHORIZED, 404)  # statuses which suggest that another server has replaced the upstream
 
 log = structlog.get_logger(__name__)
@@ -270,20 +272,10 @@ class Exchange:
         Return the error if the upstream refuses the request or cannot serve it. Otherwise, return None. If the connection breaks,
         pass an error chunk to `emit` and return None.
         """
-        reading = UpstreamStream(request, self.abilities.ids_for(request))
         try:
-            if request.guided is not None:
-                guided = await self._constraints.translate(request.guided, request.guided_fallback)
-                request = msgspec.structs.replace(request, guided=guided)
-            before = await prompt_logprobs(self.upstream, self.abilities, request)
-            async with self.upstream.complete(self.abilities, request, handle) as response:
-                if response.status != 200:
-                    return await self._refused(response, canary=request.canary)
-                async for data in response.content.iter_any():
-                    self._emit(emit, put_before(reading.feed(data), before))
-                    if reading.over:
-                        return None
-                self._emit(emit, reading.end())
+            if request.proxied is not None:
+                return await self._pass_on(request, request.proxied, emit)
+            return await self._complete(request, handle, emit)
         except Fault as fault:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
@@ -294,6 +286,43 @@ class Exchange:
         except Exception as error:
             log.exception("request_failed")
             emit([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
+        return None
+
+    async def _complete(self, request: Generate, handle: Handle | None, emit: Emit) -> str | None:
+        """Request a completion. Return the upstream's refusal as an error, or None once the answer has ended."""
+        reading = UpstreamStream(request, self.abilities.ids_for(request))
+        if request.guided is not None:
+            guided = await self._constraints.translate(request.guided, request.guided_fallback)
+            request = msgspec.structs.replace(request, guided=guided)
+        before = await prompt_logprobs(self.upstream, self.abilities, request)
+        async with self.upstream.complete(self.abilities, request, handle) as response:
+            if response.status != 200:
+                return await self._refused(response, canary=request.canary)
+            async for data in response.content.iter_any():
+                self._emit(emit, put_before(reading.feed(data), before))
+                if reading.over:
+                    return None
+            self._emit(emit, reading.end())
+        return None
+
+    async def _pass_on(self, request: Generate, proxied: ProxiedRequest, emit: Emit) -> str | None:
+        """Pass a client's HTTP request on. Return the upstream's refusal as an error, or None once the response has ended.
+
+        Client errors are part of the response. If the upstream does not serve the path, the refusal says so.
+        """
+        async with self.upstream.proxy(self.abilities, request, proxied) as response:
+            status = response.status
+            if status >= 400 and not is_client_error(status):
+                error = await self._refused(response, canary=False)
+                if status in NOT_SERVED and not error.startswith("not_serving"):
+                    why = f"this model's server does not serve {proxied.path}"
+                    return RequestRefusal(why, 404).error
+                return error
+            try:
+                async for chunk in pieces(proxied, response):
+                    emit([chunk])
+            except Fault as fault:  # not returned, because a request with output must not be sent again
+                self._emit(emit, [Chunk(0, [], error=str(fault))])
         return None
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:

@@ -90,6 +90,7 @@ def identify(
         waiting_max=settings.waiting_max,
         server=server_address(settings.url),
         lineage=known.lineage,
+        paths=known.paths,
     )
 
 

@@ -18,7 +18,8 @@ from yarl import URL
 
 from events.errors import HoldfastError
 from events.intrusion.registration import NAME_MAX, NAMES_MAX
-from events.wire import Generate, Sampling
+from events.proxied_paths import PATHS
+from events.wire import Generate, ProxiedRequest, Sampling
 from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, merged
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.stream_decoder import (
@@ -222,7 +223,16 @@ class Upstream:
         told = merged({}, await self.read_reported((*LINEAGE_PAGES, METRICS)))
         listed = replace(listed, told={path: one for path, one in told.items() if one})
         known = await self.probed(replace(listed, version=await self.version() or ""))
-        return replace(known, handles=bool(await self.hands_over(known)))
+        return replace(known, handles=bool(await self.hands_over(known)), paths=await self.paths())
+
+    async def paths(self) -> tuple[str, ...]:
+        """Return the paths to which clients' requests can be passed on: those in /openapi.json.
+
+        A server without this document may have any of them, and answers 404 for the others.
+        """
+        said = await self.page("/openapi.json")
+        listed = said.get("paths") if said else None
+        return tuple(path for path in PATHS if path in listed) if isinstance(listed, dict) else PATHS
 
     async def listed(self, wanted: str = "") -> Abilities:
         """Return what /v1/models lists about the model `wanted`, or about the first model if `wanted` is not listed.
@@ -431,14 +441,22 @@ class Upstream:
         return self._post(completion(abilities, request) | more, abilities, request)
 
     def _post(self, fields: JsonObject, abilities: Abilities, request: Generate) -> PendingResponse:
-        """Return a context manager that requests a completion with the body `fields` and yields the HTTP response.
-
-        The request's headers carry the client's trace and, if the server has several DP ranks, the selected rank.
-        """
-        headers = {"traceparent": request.traceparent} if request.traceparent else {}
-        if abilities.ranks > 1:
-            headers[RANK_HEADER] = str(request.rank)
+        """Return a context manager that requests a completion with the body `fields` and yields the HTTP response."""
+        headers = _request_headers(abilities, request)
         return self._session.post(self._url + COMPLETIONS, json=fields, headers=headers)
+
+    def proxy(self, abilities: Abilities, request: Generate, proxied: ProxiedRequest) -> PendingResponse:
+        """Return a context manager that passes a client's HTTP request on and yields the HTTP response."""
+        headers = _request_headers(abilities, request) | {"Content-Type": proxied.media}
+        return self._session.post(self._url + proxied.path, data=proxied.body, headers=headers)
+
+
+def _request_headers(abilities: Abilities, request: Generate) -> dict[str, str]:
+    """Return headers with the client's trace and, if the server has several DP ranks, the selected rank."""
+    headers = {"traceparent": request.traceparent} if request.traceparent else {}
+    if abilities.ranks > 1:
+        headers[RANK_HEADER] = str(request.rank)
+    return headers
 
 
 def completion(abilities: Abilities, request: Generate) -> JsonObject:
