@@ -1,20 +1,17 @@
 """A client's request with its answers (one per prompt and choice), and the response built from them."""
 
 import asyncio
-import time
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
-from controller.frontend.openai import writers
-from controller.frontend.openai.choice import Choice, ResponseWriter
-from controller.frontend.openai.output_formats import OutputFormats, is_parsed, parser_of
-from controller.frontend.openai.parsed_writers import ParsedBufferedWriter, ParsedStreamingWriter
+from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.formats import AnswerFormat, ChatFormat
+from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
-from controller.frontend.openai.sse import DONE, SseStream
+from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.state import GenerationRequest
@@ -111,11 +108,8 @@ class Completion:
         request exceeds the context.
         """
         call = admitted.call
-        self._parsed = parsed = call.parsed
-        created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        self._formats = admitted.formats
-        special = parsed.special or is_parsed(parsed, admitted.formats)
-        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created, special)
+        parsed = call.parsed
+        self._format: AnswerFormat = ChatFormat(call, admitted.tokens, admitted.formats, stream)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -144,27 +138,11 @@ class Completion:
                     traceparent=call.head.trace,
                 )
                 accepted: list[int] = []
-                writer = self._writer(prompt, text, accepted)
+                writer = self._format.writer(len(self.answers), prompt, text, accepted)
                 self.answers.append(Choice(request, writer, migration_limit, forbidden, accepted))
         self._left = len(self.answers)
         if stream is not None:
             stream.answers = self.answers
-
-    def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
-        """Return the writer of the next answer. `accepted` is the growing list of this answer's tokens."""
-        format, parsed, context = self._format, self._parsed, writers.PLAIN
-        if parsed.detailed:
-            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
-            context = writers.AnswerContext(prompt, echoed, accepted, parsed.echoes_logprobs)
-        index = len(self.answers)
-        if is_parsed(parsed, self._formats):
-            parser = partial(parser_of, parsed, self._formats, text, f"{format.request}-{index}")
-            if self.stream is None:
-                return ParsedBufferedWriter(format, context, parser)
-            return ParsedStreamingWriter(format, self.stream, index, context, parser())
-        if self.stream is None:
-            return writers.BufferedWriter(format, context)
-        return writers.StreamingWriter(format, self.stream, index, context)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -187,34 +165,13 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(writers.event(error.body()))
+            stream.end(self._format.failed(error))
         else:
-            if self._parsed.include_usage:
-                stream.parts.append(self._format.total(self.usage()))
-            stream.end(DONE)
-
-    def usage(self) -> dict[str, object]:
-        """Return the token usage: the prompt tokens, and the accepted tokens of all answers, over all attempts."""
-        # plain loops, because generators take four times as long
-        made = read = cached = 0
-        for answer in self.answers:
-            made += len(answer.accepted)
-        # choices of one prompt share its tokens, so each prompt is counted once
-        for answer in self.answers[:: self._parsed.n]:
-            read += len(answer.request.prompt)
-            cached += answer.cached_tokens or 0
-        total = writers.usage(read, 0 if self._parsed.silent else made)
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
+            stream.end(self._format.last(self.answers))
 
     def body(self) -> dict[str, object]:
         """Return the response body of a request that is not streamed."""
-        parts = enumerate(answer.writer for answer in self.answers)
-        choices = [part.choice(index) for index, part in parts if isinstance(part, writers.BufferedWriter)]
-        name = "chat.completion" if self._parsed.chat else "text_completion"
-        whole = self._format.response(name, choices) | {"usage": self.usage()}
-        if self._parsed.chat and self._parsed.token_ids:
-            whole["prompt_token_ids"] = self.answers[0].request.prompt
-        return whole
+        return self._format.body(self.answers)
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:
