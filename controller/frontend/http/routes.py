@@ -22,6 +22,7 @@ from controller.frontend.http.status_endpoints import VERSION, ModelList, Versio
 from controller.frontend.http.tokenizing import Detokenized, Tokenized
 from controller.frontend.openai import request_models as models
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
+from events.proxied_paths import AUDIO, POOLING
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
@@ -77,6 +78,11 @@ ROUTES = (
         "POST", "/v1/completions", OpenAiEndpoints.serve, "Create a text completion.", (models.CompletionBody,),
         media=(JSON, EVENTS),
     ),
+    *(
+        Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.", (models.PoolingBody,))
+        for path in POOLING
+    ),
+    *(Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.") for path in AUDIO),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(

@@ -7,8 +7,9 @@ import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.openai.choice import Choice
-from controller.frontend.openai.formats import AnswerFormat, ChatFormat
+from controller.frontend.openai.formats import AnswerFormat, ChatFormat, WholeResponse
 from controller.frontend.openai.output_formats import OutputFormats
+from controller.frontend.openai.proxied import ProxiedFormat
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.sse import SseStream
@@ -109,13 +110,16 @@ class Completion:
         """
         call = admitted.call
         parsed = call.parsed
-        self._format: AnswerFormat = ChatFormat(call, admitted.tokens, admitted.formats, stream)
+        format = ChatFormat if parsed.proxied is None else ProxiedFormat
+        self._format: AnswerFormat = format(call, admitted.tokens, admitted.formats, stream)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
         forbidden = "n_over_1" if parsed.n > 1 else ""
         if parsed.guided and admitted.constraint is None:
             forbidden = forbidden or "guided_decoding"
+        if parsed.proxied is not None:
+            forbidden = "proxied"
         for prompt, text, names in admitted.prompts:
             for choice in range(parsed.n):
                 request = GenerationRequest(
@@ -134,6 +138,7 @@ class Completion:
                     arrived=call.arrived,
                     first_token_by=admitted.first_token_by,
                     cache_salt=parsed.cache_salt,
+                    proxied=parsed.proxied,
                     overrides=call.head.overrides,
                     traceparent=call.head.trace,
                 )
@@ -169,9 +174,9 @@ class Completion:
         else:
             stream.end(self._format.last(self.answers))
 
-    def body(self) -> dict[str, object]:
-        """Return the response body of a request that is not streamed."""
-        return self._format.body(self.answers)
+    def whole(self) -> WholeResponse:
+        """Return the response to a request that is not streamed."""
+        return self._format.whole(self.answers)
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:

@@ -5,6 +5,7 @@
 All formats show the same answers. `ChatFormat` is that of chats and completions.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -44,6 +45,14 @@ def answer_usage(answers: Sequence[Choice], n: int) -> AnswerUsage:
     return AnswerUsage(read, made, cached)
 
 
+class WholeResponse(NamedTuple):
+    """A response that is not streamed."""
+
+    body: bytes
+    status: int = 200
+    media: str = "application/json"
+
+
 class AnswerFormat:
     """The format of the response to one request. Each API has a subclass."""
 
@@ -76,8 +85,12 @@ class AnswerFormat:
         """Return the end of a stream that fails before the request, which has this id, has answers."""
         return writers.event(error.body())
 
+    def whole(self, answers: Sequence[Choice]) -> WholeResponse:
+        """Return the response to a request that is not streamed."""
+        return WholeResponse(json.dumps(self.body(answers), ensure_ascii=False).encode())
+
     def body(self, answers: Sequence[Choice]) -> dict[str, object]:
-        """Return the response body of a request that is not streamed."""
+        """Return the JSON body of a request that is not streamed."""
         raise NotImplementedError
 
     def parser(self, index: int, text: str) -> OutputParser:

@@ -13,7 +13,7 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import structlog
 from aiohttp import StreamReader, web
@@ -107,6 +107,13 @@ class BodyScan:
         return ""
 
 
+class ReceivedBody(NamedTuple):
+    """A decompressed body, with the counts of its scan. They are zero if the body was not scanned while it arrived."""
+
+    body: bytes
+    scan: BodyScan | None  # None: not scanned, because the body is small
+
+
 class DecompressedTooLarge(Exception):
     """The decompressed body exceeds its limit."""
 
@@ -128,8 +135,21 @@ class Intake:
         Raise ApiError: 400 if the body is invalid or has too many values, 408 if it has not arrived after `body_s`,
         413 if it is larger than the request's `client_max_size`, 503 if another limit is exceeded.
         """
+        return await self.parse(kind, await self.receive(given))
+
+    async def receive(self, given: bytes | web.BaseRequest, *, json: bool = True) -> ReceivedBody:
+        """Return the body of a request. `json` states that its values are counted while it arrives.
+
+        Raise ApiError as `parsed` does, except for invalid values.
+        """
         scan = BodyScan(self._limits)
-        body = given if isinstance(given, bytes) else await self._received(given, scan)
+        if isinstance(given, bytes):
+            return ReceivedBody(given, scan)
+        return ReceivedBody(await self._received(given, scan if json else None), scan)
+
+    async def parse(self, kind: str, received: ReceivedBody) -> Any:
+        """Return a parsed body. `kind` selects the parser (`parse_body`). Raise ApiError as `parsed` does."""
+        body, scan = received.body, received.scan or BodyScan(self._limits)
         # the body was not scanned while it arrived
         if scan.size != len(body) and len(body) > UNSCANNED_BYTES:
             await self.scan(scan, body)
@@ -148,8 +168,8 @@ class Intake:
             if at and at % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
 
-    async def _received(self, request: web.BaseRequest, scan: BodyScan) -> bytes:
-        """Return a request's decompressed body. An uncompressed body that arrives in pieces is scanned while it arrives."""
+    async def _received(self, request: web.BaseRequest, scan: BodyScan | None) -> bytes:
+        """Return a request's decompressed body. `scan` scans an uncompressed body that arrives in pieces meanwhile."""
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # otherwise curl waits a second
         most = request.client_max_size

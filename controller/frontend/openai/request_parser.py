@@ -16,7 +16,7 @@ from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.openai import request_models as models
 from events.grammar.constraint import NO_PARAMETERS, schema_of_required_tools
 from events.grammar.refusals import GrammarRefused
-from events.wire import Sampling
+from events.wire import ProxiedRequest, Sampling
 
 B = TypeVar("B", bound=BaseModel)
 ToolChoice = Literal["auto", "required", "named"]
@@ -80,6 +80,8 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
     user: str = ""  # the end user, as named in the body
+    # the HTTP request to pass on to a server unchanged; None: this frontend builds the prompt
+    proxied: ProxiedRequest | None = None
 
     @property
     def detailed(self) -> bool:

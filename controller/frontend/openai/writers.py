@@ -16,21 +16,24 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 from operator import itemgetter
 from typing import Any
 
 import msgspec
 
-from controller.frontend.openai.choice import ResponseWriter
+from controller.frontend.openai.choice import InvalidOutput, ResponseWriter
 from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.sse import SseStream
-from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer, check_tokens
+from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer
 from controller.frontend.openai.text.tokenizer import Tokens
 from events.wire import Logprob
 
 # The constant parts of all answers are built once for each index among a request's answers. Otherwise each stream
 # would encode four JSON objects instead of one (4 % of a request).
 CHOICES_KEPT = 256
+LOGPROB_MAX = 0.01  # tolerance for rounding in engines: a log probability is at most 0
+TOP_MAX = 256  # largest number of alternative tokens per position
 ROLE = {"role": "assistant", "content": ""}
 Logprobs = Sequence[Logprob] | None
 ShownLogprobs = dict[str, list[object]]
@@ -464,3 +467,30 @@ def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes]
         return [table[token] for token in tokens]
     except KeyError:
         return None
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise InvalidOutput if a token id is negative, or not below `vocabulary`.
+
+    The request driver checks only the first tokens of an attempt. Response writers check all later tokens, because
+    the fastest writer finds invalid ids anyway when it looks tokens up in a table of the vocabulary.
+    """
+    if len(tokens) == 1 and 0 <= tokens[0] < vocabulary:
+        return  # min and max of one token take four times as long
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+        raise InvalidOutput("a token outside the vocabulary")
+
+
+def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
+    """Raise InvalidOutput if the logprobs of a chunk are impossible, or a token id is not below `vocabulary`.
+
+    A logprob that is not a number or is above 0 counts as the worker's fault.
+    """
+    for one in logprobs:
+        if not (isfinite(one.chosen) and one.chosen <= LOGPROB_MAX) or len(one.top) > TOP_MAX:
+            raise InvalidOutput("a logprob that is not a number, or above 0")
+        for token, logprob in one.top:
+            if not 0 <= token < vocabulary:
+                raise InvalidOutput("an alternative outside the vocabulary")
+            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf is valid: the token cannot be drawn
+                raise InvalidOutput("a logprob that is not a number, or above 0")
