@@ -87,6 +87,7 @@ class Upstream:
     url: str = ""
     release: asyncio.Event = field(default_factory=asyncio.Event)  # ends a stall
     others: dict[str, OtherPath] = field(default_factory=dict)  # by path
+    generates: bool = True  # whether it has /v1/completions
     documented: bool = True  # whether it lists its paths at /openapi.json
     passed_on: list[tuple[str, str, bytes]] = field(default_factory=list)  # path, media type and body
     _runner: web.AppRunner | None = None
@@ -136,9 +137,8 @@ class Upstream:
     async def _openapi(self, request: web.Request) -> web.Response:
         if not self.documented:
             raise web.HTTPNotFound
-        return web.json_response(
-            {"paths": {path: {} for path in ("/v1/completions", "/sleep", *self.others)}}
-        )
+        own = ["/sleep", "/v1/completions"] if self.generates else ["/sleep"]
+        return web.json_response({"paths": {path: {} for path in (*own, *self.others)}})
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
         self.passed_on.append((request.path, request.headers.get("Content-Type", ""), await request.read()))
@@ -195,6 +195,8 @@ class Upstream:
         return web.json_response({"object": "list", "data": [about, *further, *adapters]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        if not self.generates:
+            raise web.HTTPNotFound
         body = await request.json()
         if body["model"] != self.model:
             return web.json_response({"error": {"message": "the model does not exist"}}, status=404)

@@ -40,6 +40,9 @@ class Abilities:
     handles: bool = False  # can hand over a request's KV cache to another server: see `Upstream.handle`
     root: str = ""  # the weights' repository or folder, as /v1/models lists it; empty: not reported
     also_served: tuple[str, ...] = ()  # further names of the same weights in /v1/models, sorted
+    pooling: str = (
+        ""  # path of canaries, if the server computes vectors or scores only; empty: it generates tokens
+    )
     paths: tuple[str, ...] = ()  # HTTP paths to which clients' requests can be passed on
     size: int | None = None  # size of the weights in bytes, as /v1/models lists it; None: not reported
     # by page, the values of the lineage that pages other than /v1/models report
@@ -78,6 +81,7 @@ class Abilities:
             "extensions": self.extensions,
             "ids_from": self.ids_from,
             "handles": self.handles,
+            "pooling": self.pooling,
             "also_served": self.also_served,
             "lineage": self.lineage,
         }

@@ -23,14 +23,18 @@ from events.refusal import RequestRefusal, unsupported
 from events.wire import Chunk, Generate, Logprob, ProxiedRequest
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.identity_watch import IdentityWatch
+from workers.engines.openai.pooling import CANARIES, as_answer
 from workers.engines.openai.proxy import pieces
 from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite, is_client_error
 from workers.engines.openai.upstream import (
+    COMPLETIONS,
+    PROBE_S_MAX,
     UNAUTHORIZED,
     Handle,
     Upstream,
     UpstreamUnavailable,
     hidden,
+    prompt_text,
     refusal,
     refusal_in,
 )
@@ -290,6 +294,8 @@ class Exchange:
 
     async def _complete(self, request: Generate, handle: Handle | None, emit: Emit) -> str | None:
         """Request a completion. Return the upstream's refusal as an error, or None once the answer has ended."""
+        if self.abilities.pooling:
+            return await self._pooled(request, emit)
         reading = UpstreamStream(request, self.abilities.ids_for(request))
         if request.guided is not None:
             guided = await self._constraints.translate(request.guided, request.guided_fallback)
@@ -303,6 +309,18 @@ class Exchange:
                 if reading.over:
                     return None
             self._emit(emit, reading.end())
+        return None
+
+    async def _pooled(self, request: Generate, emit: Emit) -> str | None:
+        """Answer a canary with the numbers that a server without tokens computes. Return the error of another request."""
+        path = self.abilities.pooling
+        if not request.canary:
+            return RequestRefusal(f"this model's server does not serve {COMPLETIONS}", 404).error
+        fields = CANARIES[path](self.abilities.model, prompt_text(request))
+        status, body = await self.upstream.post(path, fields, PROBE_S_MAX)
+        if status != 200:
+            return refusal_in(body, status, canary=True)
+        self._emit(emit, as_answer(body, request.sampling.max_tokens))
         return None
 
     async def _pass_on(self, request: Generate, proxied: ProxiedRequest, emit: Emit) -> str | None:

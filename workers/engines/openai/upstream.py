@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -22,6 +23,7 @@ from events.proxied_paths import PATHS
 from events.wire import Generate, ProxiedRequest, Sampling
 from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, merged
 from workers.engines.openai.kv_names import CANARY_SALT
+from workers.engines.openai.pooling import pooling_path
 from workers.engines.openai.stream_decoder import (
     Fault,
     IdsFrom,
@@ -222,8 +224,9 @@ class Upstream:
         listed = await self.listed()
         told = merged({}, await self.read_reported((*LINEAGE_PAGES, METRICS)))
         listed = replace(listed, told={path: one for path, one in told.items() if one})
-        known = await self.probed(replace(listed, version=await self.version() or ""))
-        return replace(known, handles=bool(await self.hands_over(known)), paths=await self.paths())
+        listed = replace(listed, version=await self.version() or "", paths=await self.paths())
+        known = await self.probed(listed)
+        return replace(known, handles=bool(await self.hands_over(known)))
 
     async def paths(self) -> tuple[str, ...]:
         """Return the paths to which clients' requests can be passed on: those in /openapi.json.
@@ -301,6 +304,13 @@ class Upstream:
         UpstreamUnavailable if no request is accepted.
         """
         answer: JsonObject | str = ""
+        if found.paths and COMPLETIONS not in found.paths:
+            path = await pooling_path(found.model, found.paths, partial(self.post, deadline_s=deadline_s))
+            if not path:
+                raise UpstreamUnavailable(
+                    f"{shown(self._url)} computes neither tokens nor vectors nor scores"
+                )
+            return replace(found, version=found.version or "unknown", pooling=path)
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
             replace(found, token_prompts=True),
@@ -316,6 +326,20 @@ class Upstream:
                 )
         where = f"{shown(self._url)}{COMPLETIONS}"
         raise UpstreamUnavailable(f"{where} completes neither token ids nor text", str(answer))
+
+    async def post(self, path: str, fields: JsonObject, deadline_s: float) -> tuple[int, bytes]:
+        """Send a POST request with a JSON body and return the status and body of the answer.
+
+        Raise UpstreamUnavailable if no answer of at most 4 MiB arrives within `deadline_s` seconds.
+        """
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._session.post(self._url + path, json=fields) as response,
+            ):
+                return response.status, await _bounded(response)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise unreachable(self._url, path, error, deadline_s) from error
 
     async def _probe(
         self, variant: Abilities, tokens: int, deadline_s: float
