@@ -195,12 +195,18 @@ class UpstreamKey:
 
     def __init__(self, upstream: Upstream, file: Path | None) -> None:
         self._upstream = upstream
-        self._file = file
+        self.file = file
         self._trouble = ""
 
+    def use_file(self, file: Path | None) -> None:
+        """Read the key from another file from now on. None: send no key."""
+        self.file = file
+        if file is None:
+            self._upstream.use_key("")
+
     async def follow(self, every_s: float = KEY_EVERY_S) -> None:
-        """Read the key file every `every_s` seconds until cancelled. Return at once if no key file is configured."""
-        while self._file is not None:
+        """Read the key file every `every_s` seconds until cancelled."""
+        while True:
             await asyncio.sleep(every_s)
             await self.read()
 
@@ -211,13 +217,13 @@ class UpstreamKey:
 
     async def read(self) -> None:
         """Read the key file and use its key. An unreadable or partly written file leaves the key unchanged."""
-        if self._file is None:
+        if self.file is None:
             return
         try:
             async with asyncio.timeout(KEY_READ_S_MAX):
-                key = await asyncio.to_thread(read_key, self._file)
+                key = await asyncio.to_thread(read_key, self.file)
         except TimeoutError:
-            self._note(f"{self._file} cannot be read within {KEY_READ_S_MAX:g} s")
+            self._note(f"{self.file} cannot be read within {KEY_READ_S_MAX:g} s")
             return
         except ValueError as error:
             self._note(str(error))
@@ -225,7 +231,7 @@ class UpstreamKey:
         self._note("")
         if key != self._upstream.key:
             self._upstream.use_key(key)
-            log.info("upstream_key_replaced", file=str(self._file))
+            log.info("upstream_key_replaced", file=str(self.file))
 
     def _note(self, trouble: str) -> None:
         """Log why the key file cannot be read, unless the previous read failed for the same reason.
@@ -288,7 +294,7 @@ class Exchange:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = str(error) or type(error).__name__
+            words = self.upstream.route.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:

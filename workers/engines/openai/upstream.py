@@ -19,8 +19,10 @@ from yarl import URL
 from events.errors import HoldfastError
 from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from events.wire import Generate, Sampling
+from workers.config.upstream_route import UpstreamRoute
 from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, merged
 from workers.engines.openai.kv_names import CANARY_SALT
+from workers.engines.openai.route import RequestRoute, tls_reason
 from workers.engines.openai.stream_decoder import (
     Fault,
     IdsFrom,
@@ -110,23 +112,17 @@ def unreachable(url: str, path: str, error: Exception, within_s: float) -> Upstr
         return UpstreamUnavailable(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
         return UpstreamUnavailable(f"{shown(url)}{path} does not answer within {within_s:g} s")
-    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
-        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {_tls_reason(error)}")
+    if tls := tls_reason(error, shown(url)):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {tls}")
+    if isinstance(error, aiohttp.ClientHttpProxyError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: its proxy answers {error.status}")
+    if isinstance(error, aiohttp.ClientProxyConnectionError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: its proxy cannot be reached")
     if isinstance(error, aiohttp.ClientConnectorError):
         number, words = error.os_error.errno or 0, error.os_error.strerror
         why = os.strerror(number) if number > 0 else words or type(error.os_error).__name__
         return UpstreamUnavailable(f"cannot connect to {shown(url)} ({why})")
     return UpstreamUnavailable(f"{shown(url)}{path}: {type(error).__name__}", str(error))
-
-
-def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
-    """Return a description of a TLS error. The error's errno is misleading, because it means "Operation not permitted"."""
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        cause: object = error.certificate_error
-        why = getattr(cause, "verify_message", "") or str(cause)
-        return f"its certificate is not trusted: {why} (SSL_CERT_FILE names certificates to trust)"
-    cause = error.os_error
-    return f"TLS failed: {getattr(cause, 'reason', None) or cause}"
 
 
 def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamUnavailable:
@@ -154,8 +150,9 @@ class NoConnector(NoHandle):
 class Upstream:
     """The HTTP client of one OpenAI-compatible server."""
 
-    def __init__(self, url: str, key: str, streams_max: int) -> None:
+    def __init__(self, url: str, key: str, streams_max: int, route: UpstreamRoute | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
+        self.route = RequestRoute(shown(self._url), route or UpstreamRoute())  # of all later requests
         self.model = ""  # name of the served model, as last read from /v1/models; empty before the first read
         self._session = aiohttp.ClientSession(
             # No connection is reused, because llama-server announces keep-alive, but closes the connection after a stream.
@@ -183,7 +180,7 @@ class Upstream:
         try:
             async with asyncio.timeout(deadline_s):
                 for path in ("/health", "/v1/models"):  # not every server has /health
-                    async with self._session.get(self._url + path) as response:
+                    async with self._session.get(self._url + path, **self.route.options()) as response:
                         if response.status != 404:
                             bad = response.status >= 400
                             return HealthAnswer(f"{path} answers {response.status}" if bad else "")
@@ -407,7 +404,11 @@ class Upstream:
         Raise UpstreamUnavailable if the server does not answer in time, or sends more than 4 MiB.
         """
         try:
-            async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
+            options = self.route.options()
+            async with (
+                asyncio.timeout(deadline_s),
+                self._session.get(self._url + path, **options) as response,
+            ):
                 return response.status, await _bounded(response)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise unreachable(self._url, path, error, deadline_s) from error
@@ -438,7 +439,7 @@ class Upstream:
         headers = {"traceparent": request.traceparent} if request.traceparent else {}
         if abilities.ranks > 1:
             headers[RANK_HEADER] = str(request.rank)
-        return self._session.post(self._url + COMPLETIONS, json=fields, headers=headers)
+        return self._session.post(self._url + COMPLETIONS, json=fields, **self.route.options(headers))
 
 
 def completion(abilities: Abilities, request: Generate) -> JsonObject:
