@@ -1,7 +1,7 @@
 """Starts one life of the worker in front of one upstream: its account, its connections, its engine and the worker."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from workers.engines.build import UpstreamEngine, build_upstream_engine
 from workers.fleet_links import FleetLinks, connect_worker
 from workers.worker import InferenceWorker, WorkerDeadlines
 
+STARTS_MAX = 8
 START_SPARE_S = 60.0  # beyond the engine's own deadline, because the engine's error carries the reason
 
 
@@ -48,6 +49,8 @@ class LifeFactory:
 
     settings: WorkerSettings
     key: FleetKey | None
+    # limits the connections that are made at once, so that each is made within the time that a start waits for the broker
+    starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(STARTS_MAX))
 
     async def build(self, entry: UpstreamEntry, instance: str, *, name_check_s: float) -> UpstreamLife:
         """Connect to the fleet with the worker's account, and build the worker.
@@ -58,8 +61,9 @@ class LifeFactory:
         settings = worker_settings(self.settings, entry)
         check(settings)
         # in a thread, because it waits until the broker accepts a new account
-        settings = await asyncio.to_thread(with_broker_user, settings)
-        links = await connect_worker(settings)
+        async with self.starting:
+            settings = await asyncio.to_thread(with_broker_user, settings)
+            links = await connect_worker(settings)
         try:
             (config,) = worker_configs(settings, instance, self.key)
             config = replace(config, shares_process=True, name_check_s=name_check_s)
