@@ -167,7 +167,6 @@ class FleetSupervisor:
             fleet_key_file=self.key,
             **self.database.known(),
             chaos=self.args.chaos,
-            upstreams="" if self.args.upstreams is None else str(self.args.upstreams.resolve()),
             pid=os.getpid(),
         )
 

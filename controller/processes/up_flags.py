@@ -16,7 +16,7 @@ from controller.processes.ladder_flags import LADDER_FLAGS, OBJECTIVES, ladder_v
 from controller.processes.notifying.webhook_flags import FLAGS as WEBHOOK_FLAGS
 from events.errors import UsageError
 from events.journal.retention import JournalBounds
-from workers.config.upstreams import BadUpstreams, UpstreamEntry, parse_upstreams, read_upstreams
+from workers.config.upstreams import BadUpstreams, UpstreamEntry, load_upstreams, read_upstreams
 
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
@@ -167,7 +167,7 @@ def listed_upstreams(file: Path | None) -> tuple[UpstreamEntry, ...]:
     if file is None:
         return ()
     try:
-        return parse_upstreams(read_upstreams(file), str(file))
+        return load_upstreams(file, read_upstreams(file))
     except BadUpstreams as error:
         raise UsageError(f"--upstreams: {error}") from error
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 
+TLS_FILES = ("ca_file", "cert_file", "key_file")
+
 
 class UpstreamTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the connections to one upstream are encrypted and authenticated. The files are read again when they change."""

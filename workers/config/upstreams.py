@@ -18,12 +18,13 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 import yaml
 from msgspec import Meta
+from msgspec.structs import replace
 from yarl import URL
 
 from events.errors import HoldfastError
 from workers.config.settings_check import endpoint_error
 from workers.config.simulated_settings import Count, CountOrZero
-from workers.config.upstream_route import UpstreamTls
+from workers.config.upstream_route import TLS_FILES, UpstreamTls
 
 BYTES_MAX = 4 * 1024 * 1024
 ERRORS_MAX = 10  # errors that one message lists
@@ -118,8 +119,24 @@ def read_upstreams(path: Path) -> bytes:
     return text
 
 
+def load_upstreams(path: Path, text: bytes) -> tuple[UpstreamEntry, ...]:
+    """Parse `text`, the contents of the file `path`. Relative paths in the file begin at its folder.
+
+    Raise BadUpstreams with all errors.
+    """
+    folder = path.absolute().parent
+    return tuple(_absolute(entry, folder) for entry in parse_upstreams(text, str(path)))
+
+
+def _absolute(entry: UpstreamEntry, folder: Path) -> UpstreamEntry:
+    tls = entry.tls
+    files = {name: str(folder / value) for name in TLS_FILES if (value := getattr(tls, name))}
+    own = {name: str(folder / value) for name in ("model", "key_file") if (value := getattr(entry, name))}
+    return replace(entry, tls=replace(tls, **files), **own)
+
+
 def parse_upstreams(text: bytes, where: str = "upstreams.yaml") -> tuple[UpstreamEntry, ...]:
-    """Parse the contents of a file of upstreams.
+    """Parse the contents of a file of upstreams, and leave its paths as they are.
 
     Raise BadUpstreams with all errors. `where` is the file's name in the errors.
     """

@@ -26,8 +26,6 @@ from workers.upstreams.watched_file import LOOK_S, UpstreamsFile
 from workers.worker import InferenceWorker
 from workers.worker_group import LEAVE_S, BackOff
 
-CHANGES_MAX = 100  # last changes that are kept for `holdfast upstream` and `holdfast reload`
-
 log = structlog.get_logger(__name__)
 
 
@@ -60,7 +58,7 @@ class UpstreamGroup:
         self._slots: dict[str, UpstreamSlot] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._broken = False
-        self._applied: list[str] = []  # sentences about the last changes
+        self._applied: list[str] = []  # sentences about the changes of the present version of the file
         self.workers = CurrentWorkers(self._slots)
         self._past = JournalCounters()  # of lives that have ended
         self.journals = UpstreamJournals(self._slots.values(), self._past)
@@ -107,7 +105,7 @@ class UpstreamGroup:
                 action=change.action,
                 fields=list(change.fields),
             )
-        self._applied = [*self._applied, *map(str, found)][-CHANGES_MAX:]
+        self._applied = list(map(str, found))
 
     def _want(self, name: str, entry: UpstreamEntry | None, *, first: bool) -> None:
         slot = self._slots.get(name)

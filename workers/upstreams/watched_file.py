@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from events.process.key_file import write_private
-from workers.config.upstreams import BadUpstreams, UpstreamEntry, parse_upstreams, read_upstreams
+from workers.config.upstreams import BadUpstreams, UpstreamEntry, load_upstreams, read_upstreams
 
 LOOK_S = 1.0
 READ_S_MAX = 5.0  # a file system that hangs must not delay the upstreams
@@ -43,7 +43,7 @@ class UpstreamsFile:
         except BadUpstreams as error:
             try:
                 kept = await asyncio.to_thread(read_upstreams, self._kept)
-                entries = parse_upstreams(kept, str(self._kept))
+                entries = load_upstreams(self.path, kept)
             except BadUpstreams:
                 raise error from None
             self._refuse(error)
@@ -72,7 +72,7 @@ class UpstreamsFile:
         if text == self._seen and self.digest == digest(text):
             self.error = ""
             return ()
-        entries = parse_upstreams(text, str(self.path))
+        entries = load_upstreams(self.path, text)
         try:
             await asyncio.to_thread(write_private, self._kept, text.decode())
         except OSError as error:

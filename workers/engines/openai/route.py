@@ -15,7 +15,7 @@ from typing import NamedTuple, TypedDict
 import aiohttp
 import structlog
 
-from workers.config.upstream_route import UpstreamRoute, UpstreamTls
+from workers.config.upstream_route import TLS_FILES, UpstreamRoute, UpstreamTls
 
 LOOK_S = 1.0  # between two checks whether a file has changed
 CONTEXTS_MAX = 64
@@ -121,7 +121,7 @@ class TlsContext:
 
 def _stamps(settings: UpstreamTls) -> tuple[_Stamp, ...]:
     stamps = []
-    for name in ("ca_file", "cert_file", "key_file"):
+    for name in TLS_FILES:
         if path := getattr(settings, name):
             try:
                 found = Path(path).stat()
