@@ -60,6 +60,7 @@ class LifeFactory:
         """
         settings = worker_settings(self.settings, entry)
         check(settings)
+        engine = build_upstream_engine(settings, route_of(entry), entry.weight)
         # in a thread, because it waits until the broker accepts a new account
         async with self.starting:
             settings = await asyncio.to_thread(with_broker_user, settings)
@@ -67,7 +68,6 @@ class LifeFactory:
         try:
             (config,) = worker_configs(settings, instance, self.key)
             config = replace(config, shares_process=True, name_check_s=name_check_s)
-            engine = build_upstream_engine(settings, route_of(entry), entry.weight)
             worker = InferenceWorker(
                 config,
                 engine.engine,

@@ -55,6 +55,7 @@ from workers.engines.openai.exchange import Exchange, UpstreamKey
 from workers.engines.openai.identity import UpstreamSettings, identify
 from workers.engines.openai.identity_watch import IdentityWatch
 from workers.engines.openai.kv_names import CacheEpochs, read_salt
+from workers.engines.openai.read_pace import ReadPace
 from workers.engines.openai.requests import Places, UpstreamRequests
 from workers.engines.openai.upstream import (
     Handle,
@@ -127,7 +128,8 @@ class OpenAIEngine:
         self._abilities = replace(found, ranks=self._account.dp)
         api_key = UpstreamKey(upstream, settings.key_file)
         self._watch = IdentityWatch(upstream, self._abilities, settings.times.identity_s)
-        self._exchange = Exchange(upstream, self._abilities, api_key, self._watch, self._gate)
+        pace = ReadPace(time.monotonic)
+        self._exchange = Exchange(upstream, self._abilities, api_key, self._watch, self._gate, pace)
         self._following = [
             asyncio.ensure_future(api_key.follow(settings.times.key_s)),
             asyncio.ensure_future(self._watch.follow()),

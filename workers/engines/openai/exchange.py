@@ -23,6 +23,7 @@ from events.refusal import unsupported
 from events.wire import Chunk, Generate, Logprob
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.identity_watch import IdentityWatch
+from workers.engines.openai.read_pace import ReadPace
 from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite
 from workers.engines.openai.upstream import (
     UNAUTHORIZED,
@@ -252,6 +253,7 @@ class Exchange:
     key: UpstreamKey
     identity: IdentityWatch
     gate: RetryGate
+    pace: ReadPace
 
     def __post_init__(self) -> None:
         completed = partial(self.upstream.completed_text, self.abilities)
@@ -286,9 +288,12 @@ class Exchange:
                 if response.status != 200:
                     return await self._refused(response, canary=request.canary)
                 async for data in response.content.iter_any():
-                    self._emit(emit, put_before(reading.feed(data), before))
+                    chunks = reading.feed(data)
+                    self._emit(emit, put_before(chunks, before))
                     if reading.over:
                         return None
+                    if wait_s := self.pace.take(len(data), len(chunks)):
+                        await asyncio.sleep(wait_s)
                 self._emit(emit, reading.end())
         except Fault as fault:
             return str(fault)

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypedDict
 
 import aiohttp
 import structlog
+from msgspec.structs import replace
 
 from workers.config.upstream_route import TLS_FILES, UpstreamRoute, UpstreamTls
 
@@ -91,8 +92,10 @@ class _Stamp(NamedTuple):
 class TlsContext:
     """The TLS context of one upstream."""
 
-    def __init__(self, settings: UpstreamTls) -> None:
+    def __init__(self, settings: UpstreamTls, look_s: float = LOOK_S) -> None:
+        """Check at most every `look_s` seconds whether a file has changed."""
         self.settings = settings
+        self._look_s = look_s
         self._context: ssl.SSLContext | None = None
         self._looked_at = float("-inf")
         self._trouble = ""
@@ -103,10 +106,10 @@ class TlsContext:
         Raise TlsUnusable if the files cannot be used and never could be.
         """
         now = time.monotonic()
-        if self._context is None or now - self._looked_at >= LOOK_S:
+        if self._context is None or now - self._looked_at >= self._look_s:
             self._looked_at = now
             try:
-                self._context = _context(self.settings, _stamps(self.settings))
+                self._context = _context(replace(self.settings, server_name=""), _stamps(self.settings))
                 self._trouble = ""
             except TlsUnusable as error:
                 if self._context is None:
@@ -161,6 +164,9 @@ def tls_reason(error: BaseException, url: str) -> str:
     """
     if isinstance(error, TlsUnusable):
         return str(error)
+    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("https://"):
+        # with TLS 1.3, a client learns only at its first read that the server refuses it
+        return f"{url} closed the connection without an answer; if it requires a client certificate, set cert_file"
     cause = _ssl_error(error)
     if isinstance(cause, ssl.SSLCertVerificationError | ssl.CertificateError):
         why = str(getattr(cause, "verify_message", "") or cause).rstrip(".")
