@@ -151,7 +151,11 @@ def test_processes_other_than_workers_are_never_ended_as_dead(role: str, tmp_pat
 
 async def test_the_workers_of_a_file_of_upstreams_are_known_when_they_join(tmp_path: Path) -> None:
     one = await running(tmp_path, OBEYS, workers=0)
-    for worker, instance in (("gpu1", f"{one.instance}-0"), ("gpu2", f"{one.instance}-1"), ("spy", "other-0")):
+    for worker, instance in (
+        ("gpu1", f"{one.instance}-0"),
+        ("gpu2", f"{one.instance}-1"),
+        ("spy", "other-0"),
+    ):
         assert one.child.pid is not None
         one.hear(joined(worker, instance, one.child.pid))
     one.decide("gpu1", f"{one.instance}-0", "silent")
@@ -160,9 +164,10 @@ async def test_the_workers_of_a_file_of_upstreams_are_known_when_they_join(tmp_p
     one.hear(joined("gpu1", f"{one.instance}-2", one.child.pid))
     one.child.signal(signal.SIGKILL)
     await one.ended()
-    assert [(fact.worker, fact.instance) for fact in (event.fact for event in one.stream.events) if isinstance(fact, WorkerLeft)] == [
-        ("gpu2", f"{one.instance}-1"),
-        ("gpu1", f"{one.instance}-2"),
+    facts = [event.fact for event in one.stream.events]
+    assert facts == [
+        WorkerLeft(worker=worker, instance=f"{one.instance}-{number}", mode="immediate", exit=137)
+        for worker, number in (("gpu2", 1), ("gpu1", 2))
     ]
 
 

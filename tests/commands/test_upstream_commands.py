@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -38,20 +37,31 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     file, data = tmp_path / "up.yaml", tmp_path / "data"
     listed = "".join(f"  - {{name: g{n}, url: '{servers[n].url}'}}\n" for n in range(2))
     file.write_text(f"upstreams:\n{listed}")
-    command = [sys.executable, "-m", "controller.cli", "worker", "--upstreams", str(file), "--model", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "controller.cli",
+        "worker",
+        "--upstreams",
+        str(file),
+        "--model",
+        str(tmp_path),
+    ]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--data", str(data)], stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(*command, "--data", str(data), stdout=log, stderr=log)
     try:
         async with asyncio.timeout(30):
             while not presence.present(data):
-                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert process.returncode is None, (tmp_path / "log").read_text()
                 await asyncio.sleep(0.05)
         yield World(data, file, servers)
         process.terminate()
-        assert await asyncio.to_thread(process.wait, 20) == 0
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
     finally:
-        process.kill()
-        process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
         for server in servers:
             await server.stop()
 
@@ -64,7 +74,9 @@ async def listed(world: World, capsys: pytest.CaptureFixture[str]) -> dict[str, 
 
 
 async def test_upstreams_come_and_go(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await world.run("upstream", "add", "g2", world.servers[2].url, "--weight", "0.5", "--zone", "z1") == 0
+    assert (
+        await world.run("upstream", "add", "g2", world.servers[2].url, "--weight", "0.5", "--zone", "z1") == 0
+    )
     assert capsys.readouterr().out == "g2 serves\n"
     found = await listed(world, capsys)
     assert [(name, one["state"]) for name, one in found.items()] == [(f"g{n}", "serving") for n in range(3)]
@@ -85,7 +97,10 @@ async def test_an_upstream_that_does_not_answer_stays_in_the_file_and_says_why(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await world.run("upstream", "add", "gone", "http://127.0.0.1:1", "--within", "3") == 1
-    assert "gone is waiting: cannot connect to http://127.0.0.1:1 (Connection refused)" in capsys.readouterr().err
+    assert (
+        "gone is waiting: cannot connect to http://127.0.0.1:1 (Connection refused)"
+        in capsys.readouterr().err
+    )
     assert "gone" in world.file.read_text()
     assert (await listed(world, capsys))["gone"]["state"] == "waiting"
 

@@ -32,7 +32,9 @@ def test_an_added_entry_is_the_last_of_the_list() -> None:
     assert after == FILE.replace("# the end\n", f"{line}# the end\n")
 
 
-@pytest.mark.parametrize("before", ["", "# none yet\n", "upstreams:\n", "upstreams: []\n", "defaults: {zone: x}\n"])
+@pytest.mark.parametrize(
+    "before", ["", "# none yet\n", "upstreams:\n", "upstreams: []\n", "defaults: {zone: x}\n"]
+)
 def test_the_first_entry_can_be_added(before: str) -> None:
     (entry,) = parse_upstreams(add(before, {"name": "d", "url": "http://d"}).encode())
     assert (entry.name, entry.url) == ("d", "http://d")
@@ -74,7 +76,7 @@ def test_unknown_and_known_names_are_errors() -> None:
 
 
 def test_an_invalid_entry_is_refused() -> None:
-    with pytest.raises(BadUpstreams, match="weight: expected `float` <= 1.0"):
+    with pytest.raises(BadUpstreams, match=r"weight: expected `float` <= 1\.0"):
         add(FILE, {"name": "d", "url": "http://d", "weight": 2.0})
 
 
