@@ -181,6 +181,7 @@ class InferenceWorker:
             config, engine, self.server, journal, bus, self.beats, self._ending, self.faults
         )
         self.serving = asyncio.Event()  # set while the worker accepts frontends
+        self.failure = ""  # why this worker has ended; empty: it has not failed
         self._journal = journal
         self._channels = channels
         self._kv = kv
@@ -322,6 +323,7 @@ class InferenceWorker:
 
         The engine's KV cache is lost, so frontends continue the streams on other workers.
         """
+        self.failure = str(reason)
         if isinstance(reason, Killed):
             return await self._end_abruptly()
         if isinstance(reason, EngineChanged):

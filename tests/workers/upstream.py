@@ -9,6 +9,7 @@ OpenAI's API does not have. `text` knows only text.
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -62,6 +63,7 @@ class Upstream:
     denials: int = 0  # requests without its key
     weights: str = ""  # servers with equal weights give equal answers, whatever their names
     key: str = ""  # the required key; empty: none
+    headers: list[dict[str, str]] = field(default_factory=list)  # of each completion
     denied: int = 401  # the status without it
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # the client address of each body
@@ -92,7 +94,7 @@ class Upstream:
     passed_on: list[tuple[str, str, bytes]] = field(default_factory=list)  # path, media type and body
     _runner: web.AppRunner | None = None
 
-    async def start(self, port: int = 0) -> "Upstream":
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> "Upstream":
         app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=[self._guard])
         app.add_routes(
             [
@@ -109,9 +111,9 @@ class Upstream:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port or free_port())
+        site = web.TCPSite(self._runner, "127.0.0.1", port or free_port(), ssl_context=tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def stop(self) -> None:
@@ -240,6 +242,7 @@ class Upstream:
             raise AssertionError("vLLM's engine dies of a handle of fewer tokens")
         self.bodies.append(body)
         self.traces.append(request.headers.get("traceparent"))
+        self.headers.append(dict(request.headers))
         self.peers.append(request.transport and request.transport.get_extra_info("peername"))
         if self.fault.startswith("http_"):
             status = int(self.fault[5:])
@@ -401,6 +404,10 @@ class Upstream:
                     await response.write(b": keep-alive\n\n")
                     self.comments += 1
                     await asyncio.sleep(0.01)  # the interval of the pings
+            case "flood":
+                while not self.release.is_set():
+                    await response.write(b": keep-alive\n\n" * 4096)
+                    self.comments += 4096
             case "stall":
                 await self.release.wait()
             case _:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from events.wire import Generate
-from workers.engines.openai.stream_decoder import IdsFrom
+from workers.engines.openai.stream_decoder import IdsFrom, JsonObject
 
 VALUE_MAX = 80  # characters of one value of a lineage
 
@@ -109,3 +109,10 @@ def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping
     a path keeps its values from earlier reads, `known`. If it was never read, it gets no values.
     """
     return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
+
+
+def context_of(about: JsonObject) -> int | None:
+    """Return the context length in tokens of an entry of /v1/models, or None if the entry lacks it."""
+    meta = about.get("meta") or {}
+    found = about.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
+    return int(found) if found else None

@@ -25,6 +25,7 @@ from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.identity_watch import IdentityWatch
 from workers.engines.openai.pooling import CANARIES, as_answer
 from workers.engines.openai.proxy import pieces
+from workers.engines.openai.read_pace import ReadPace
 from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite, is_client_error
 from workers.engines.openai.upstream import (
     COMPLETIONS,
@@ -201,12 +202,18 @@ class UpstreamKey:
 
     def __init__(self, upstream: Upstream, file: Path | None) -> None:
         self._upstream = upstream
-        self._file = file
+        self.file = file
         self._trouble = ""
 
+    def use_file(self, file: Path | None) -> None:
+        """Read the key from another file from now on. None: send no key."""
+        self.file = file
+        if file is None:
+            self._upstream.use_key("")
+
     async def follow(self, every_s: float = KEY_EVERY_S) -> None:
-        """Read the key file every `every_s` seconds until cancelled. Return at once if no key file is configured."""
-        while self._file is not None:
+        """Read the key file every `every_s` seconds until cancelled."""
+        while True:
             await asyncio.sleep(every_s)
             await self.read()
 
@@ -217,13 +224,13 @@ class UpstreamKey:
 
     async def read(self) -> None:
         """Read the key file and use its key. An unreadable or partly written file leaves the key unchanged."""
-        if self._file is None:
+        if self.file is None:
             return
         try:
             async with asyncio.timeout(KEY_READ_S_MAX):
-                key = await asyncio.to_thread(read_key, self._file)
+                key = await asyncio.to_thread(read_key, self.file)
         except TimeoutError:
-            self._note(f"{self._file} cannot be read within {KEY_READ_S_MAX:g} s")
+            self._note(f"{self.file} cannot be read within {KEY_READ_S_MAX:g} s")
             return
         except ValueError as error:
             self._note(str(error))
@@ -231,7 +238,7 @@ class UpstreamKey:
         self._note("")
         if key != self._upstream.key:
             self._upstream.use_key(key)
-            log.info("upstream_key_replaced", file=str(self._file))
+            log.info("upstream_key_replaced", file=str(self.file))
 
     def _note(self, trouble: str) -> None:
         """Log why the key file cannot be read, unless the previous read failed for the same reason.
@@ -252,6 +259,7 @@ class Exchange:
     key: UpstreamKey
     identity: IdentityWatch
     gate: RetryGate
+    pace: ReadPace
 
     def __post_init__(self) -> None:
         completed = partial(self.upstream.completed_text, self.abilities)
@@ -284,7 +292,7 @@ class Exchange:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = str(error) or type(error).__name__
+            words = self.upstream.route.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:
@@ -305,9 +313,12 @@ class Exchange:
             if response.status != 200:
                 return await self._refused(response, canary=request.canary)
             async for data in response.content.iter_any():
-                self._emit(emit, put_before(reading.feed(data), before))
+                chunks = reading.feed(data)
+                self._emit(emit, put_before(chunks, before))
                 if reading.over:
                     return None
+                if wait_s := self.pace.take(len(data), len(chunks)):
+                    await asyncio.sleep(wait_s)
             self._emit(emit, reading.end())
         return None
 
@@ -339,6 +350,13 @@ class Exchange:
             try:
                 async for chunk in pieces(proxied, response):
                     emit([chunk])
+                    piece = chunk.proxied
+                    if (
+                        piece
+                        and proxied.streamed
+                        and (wait_s := self.pace.take(len(piece.body), piece.body.count(b"data:")))
+                    ):
+                        await asyncio.sleep(wait_s)
             except Fault as fault:  # not returned, because a request with output must not be sent again
                 self._emit(emit, [Chunk(0, [], error=str(fault))])
         return None

@@ -21,9 +21,11 @@ from events.errors import HoldfastError
 from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from events.proxied_paths import PATHS
 from events.wire import Generate, ProxiedRequest, Sampling
-from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, merged
+from workers.config.upstream_route import UpstreamRoute
+from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, context_of, merged
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.pooling import pooling_path
+from workers.engines.openai.route import RequestRoute, tls_reason
 from workers.engines.openai.stream_decoder import (
     Fault,
     IdsFrom,
@@ -113,23 +115,17 @@ def unreachable(url: str, path: str, error: Exception, within_s: float) -> Upstr
         return UpstreamUnavailable(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
         return UpstreamUnavailable(f"{shown(url)}{path} does not answer within {within_s:g} s")
-    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
-        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {_tls_reason(error)}")
+    if tls := tls_reason(error, shown(url)):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {tls}")
+    if isinstance(error, aiohttp.ClientHttpProxyError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: its proxy answers {error.status}")
+    if isinstance(error, aiohttp.ClientProxyConnectionError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: its proxy cannot be reached")
     if isinstance(error, aiohttp.ClientConnectorError):
         number, words = error.os_error.errno or 0, error.os_error.strerror
         why = os.strerror(number) if number > 0 else words or type(error.os_error).__name__
         return UpstreamUnavailable(f"cannot connect to {shown(url)} ({why})")
     return UpstreamUnavailable(f"{shown(url)}{path}: {type(error).__name__}", str(error))
-
-
-def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
-    """Return a description of a TLS error. The error's errno is misleading, because it means "Operation not permitted"."""
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        cause: object = error.certificate_error
-        why = getattr(cause, "verify_message", "") or str(cause)
-        return f"its certificate is not trusted: {why} (SSL_CERT_FILE names certificates to trust)"
-    cause = error.os_error
-    return f"TLS failed: {getattr(cause, 'reason', None) or cause}"
 
 
 def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamUnavailable:
@@ -157,8 +153,9 @@ class NoConnector(NoHandle):
 class Upstream:
     """The HTTP client of one OpenAI-compatible server."""
 
-    def __init__(self, url: str, key: str, streams_max: int) -> None:
+    def __init__(self, url: str, key: str, streams_max: int, route: UpstreamRoute | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
+        self.route = RequestRoute(shown(self._url), route or UpstreamRoute())  # of all later requests
         self.model = ""  # name of the served model, as last read from /v1/models; empty before the first read
         self._session = aiohttp.ClientSession(
             # No connection is reused, because llama-server announces keep-alive, but closes the connection after a stream.
@@ -186,7 +183,7 @@ class Upstream:
         try:
             async with asyncio.timeout(deadline_s):
                 for path in ("/health", "/v1/models"):  # not every server has /health
-                    async with self._session.get(self._url + path) as response:
+                    async with self._session.get(self._url + path, **self.route.options()) as response:
                         if response.status != 404:
                             bad = response.status >= 400
                             return HealthAnswer(f"{path} answers {response.status}" if bad else "")
@@ -253,7 +250,7 @@ class Upstream:
             size, root = (about.get("meta") or {}).get("size"), str(about.get("root") or "")
             return Abilities(
                 self.model,
-                context_tokens=_context(about),
+                context_tokens=context_of(about),
                 root=root,
                 also_served=_also_served(every, about),
                 size=size if isinstance(size, int) else None,
@@ -332,11 +329,9 @@ class Upstream:
 
         Raise UpstreamUnavailable if no answer of at most 4 MiB arrives within `deadline_s` seconds.
         """
+        asked = self._session.post(self._url + path, json=fields, **self.route.options())
         try:
-            async with (
-                asyncio.timeout(deadline_s),
-                self._session.post(self._url + path, json=fields) as response,
-            ):
+            async with asyncio.timeout(deadline_s), asked as response:
                 return response.status, await _bounded(response)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise unreachable(self._url, path, error, deadline_s) from error
@@ -441,7 +436,11 @@ class Upstream:
         Raise UpstreamUnavailable if the server does not answer in time, or sends more than 4 MiB.
         """
         try:
-            async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
+            options = self.route.options()
+            async with (
+                asyncio.timeout(deadline_s),
+                self._session.get(self._url + path, **options) as response,
+            ):
                 return response.status, await _bounded(response)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise unreachable(self._url, path, error, deadline_s) from error
@@ -467,12 +466,12 @@ class Upstream:
     def _post(self, fields: JsonObject, abilities: Abilities, request: Generate) -> PendingResponse:
         """Return a context manager that requests a completion with the body `fields` and yields the HTTP response."""
         headers = _request_headers(abilities, request)
-        return self._session.post(self._url + COMPLETIONS, json=fields, headers=headers)
+        return self._session.post(self._url + COMPLETIONS, json=fields, **self.route.options(headers))
 
     def proxy(self, abilities: Abilities, request: Generate, proxied: ProxiedRequest) -> PendingResponse:
         """Return a context manager that passes a client's HTTP request on and yields the HTTP response."""
         headers = _request_headers(abilities, request) | {"Content-Type": proxied.media}
-        return self._session.post(self._url + proxied.path, data=proxied.body, headers=headers)
+        return self._session.post(self._url + proxied.path, data=proxied.body, **self.route.options(headers))
 
 
 def _request_headers(abilities: Abilities, request: Generate) -> dict[str, str]:
@@ -597,9 +596,3 @@ def _also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
     root, own = about.get("root"), about["id"]
     same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
     return tuple(sorted(name for name in same - {own} if len(name) <= NAME_MAX))[:NAMES_MAX]
-
-
-def _context(about: JsonObject) -> int | None:
-    meta = about.get("meta") or {}
-    found = about.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
-    return int(found) if found else None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 READ_S_MAX = 1.0  # for one read of the metrics
 CONNECT_S_MAX = 5.0  # for the subscriptions to all KV event endpoints of the upstream
+LARGE_CHARS = 256 * 1024  # of a page of metrics, which takes a few milliseconds to parse
 LOOK_S = 0.02  # between two checks of a condition that another thread sets
 STOP_S_MAX = 0.5
 EVENTS_AGAIN_S_MAX = 900.0  # between two subscription attempts
@@ -166,7 +167,12 @@ class UpstreamAccount:
 
     async def _read(self) -> None:
         text = await self._upstream.metrics(READ_S_MAX)
-        report = None if text is None else read_metrics(text)
+        if (
+            text is not None and len(text) > LARGE_CHARS
+        ):  # would delay the streams of all upstreams of the process
+            report = await asyncio.to_thread(read_metrics, text)
+        else:
+            report = None if text is None else read_metrics(text)
         self._load.take(report, self._own(), asyncio.get_running_loop().time())
 
     # --- KV events

@@ -109,14 +109,18 @@ async def test_every_kind_of_pooling_server_joins(path: str) -> None:
 
 
 async def test_a_server_that_computes_nothing_does_not_join() -> None:
-    upstream = await Upstream(generates=False, others={"/v1/embeddings": OtherPath([b"{}"], status=500)}).start()
+    upstream = await Upstream(
+        generates=False, others={"/v1/embeddings": OtherPath([b"{}"], status=500)}
+    ).start()
     engine = OpenAIEngine(UpstreamSettings(url=upstream.url, start_s=0.1))
     with pytest.raises(EngineDead, match="computes neither tokens nor vectors nor scores"):
         await engine.start(lambda out: None)
     await upstream.stop()
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"data": []}', b'{"data": [{"index": 3}]}', b'{"data": "x"}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"data": []}', b'{"data": [{"index": 3}]}', b'{"data": "x"}']
+)
 def test_a_response_without_numbers_is_a_fault(body: bytes) -> None:
     with pytest.raises(Fault):
         read_numbers(body)
