@@ -56,6 +56,9 @@ class RequestReader:
             return self.pass_on(head, body, refused), body
         if parsed.model not in self._table.known:
             parsed = _named(parsed, chosen_model(self._director, parsed.model))
+        workers = self._table.models.get(parsed.model)
+        if workers and not workers[0].generates:
+            raise _not_offered(parsed.model, head.path)
         return parsed, body
 
     def pass_on(self, head: Head, body: bytes, refused: ApiError) -> ParsedRequest:
@@ -76,8 +79,12 @@ class RequestReader:
         parsed = read_proxied(head.path, head.media, body)
         model = chosen_model(self._director, parsed.model)
         if not any(head.path in one.joined.paths for one in self._table.models.get(model, ())):
-            raise ApiError(404, f"no server of {model} offers {head.path}", code="unknown_url")
+            raise _not_offered(model, head.path)
         return _named(parsed, model)
+
+
+def _not_offered(model: str, path: str) -> ApiError:
+    return ApiError(404, f"no server of {model} offers {path}", code="unknown_url")
 
 
 def _named(parsed: ParsedRequest, model: str) -> ParsedRequest:
