@@ -8,6 +8,7 @@ import msgspec
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.openai.choice import Choice
 from controller.frontend.openai.formats import AnswerFormat, ChatFormat
+from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
@@ -24,6 +25,13 @@ COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
 # maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
 ECHOED_LOGPROBS_MAX = 100_000
+
+FORMATS: dict[str, type[AnswerFormat]] = {
+    "chat": ChatFormat,
+    "completions": ChatFormat,
+    "messages": MessagesFormat,
+}
+"""By API: the format of its responses."""
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
@@ -109,7 +117,7 @@ class Completion:
         """
         call = admitted.call
         parsed = call.parsed
-        self._format: AnswerFormat = ChatFormat(call, admitted.tokens, admitted.formats, stream)
+        self._format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -165,7 +173,7 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(self._format.failed(error))
+            stream.end(self._format.failed(error, self.answers))
         else:
             stream.end(self._format.last(self.answers))
 

@@ -13,7 +13,7 @@ logprob, because nothing precedes it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
@@ -306,9 +306,12 @@ class StreamingWriter(ResponseWriter):
         rest = self._detokenizer.end() if self._detokenizer is not None else ""
         if rest or self._prompt_due:
             self._write_one(rest, [], ())
-        reason = self._end_of_text(reason)
-        format, context, parsed = self._format, self._context, self._format.parsed
         stop = self._stop_token if self._detokenizer is None else self._detokenizer.stop or self._stop_token
+        self._end(self._end_of_text(reason), stop)
+
+    def _end(self, reason: str, stop: int | str | None) -> None:
+        """Write the last event. `stop` is the stop string or the stop token that ended the answer."""
+        format, context, parsed = self._format, self._context, self._format.parsed
         if context is PLAIN and stop is None:
             ending = _without_text(parsed.chat, self._index, reason)
             self._stream.parts += (format.before, ending, format.after)
@@ -428,6 +431,16 @@ class BufferedWriter(ResponseWriter):
         self._begin()
         self._gather(tokens, logprobs)
 
+    @property
+    def stop(self) -> int | str | None:
+        """The stop string or the stop token that ended the answer; None if neither did."""
+        return self._detokenizer.stop or self._stop_token
+
+    def pieces(self) -> Iterator[tuple[str, list[int], Sequence[Logprob]]]:
+        """Yield the text in the pieces that a stream would have had: each with its token, and the token's logprob."""
+        for place, text in enumerate(self._text):
+            yield text, self._tokens[place : place + 1], self._logprobs[place : place + 1]
+
     def choice(self, index: int) -> dict[str, Any]:
         """Return the finished answer as one choice of the response."""
         format, parsed, context = self._format, self._format.parsed, self._context
@@ -436,11 +449,10 @@ class BufferedWriter(ResponseWriter):
             shown = context.echoed_logprobs(format, self._tokens, self._logprobs)
         elif parsed.logprobs is not None:
             shown = format.show_logprobs(self._tokens, self._logprobs, 0)
-        stop = self._detokenizer.stop or self._stop_token
         out: dict[str, Any] = {
             "index": index,
             "finish_reason": self.reason,
-            "stop_reason": stop,
+            "stop_reason": self.stop,
             "logprobs": shown,
         }
         if parsed.chat:
