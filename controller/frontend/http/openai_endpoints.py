@@ -16,18 +16,19 @@ from controller.frontend.http.request_reader import RequestReader, admitted_prox
 from controller.frontend.http.responses import Cors, refusal
 from controller.frontend.openai import request_head as heads
 from controller.frontend.openai.completion import (
+    FORMATS,
     AdmittedRequest,
     Completion,
     answer_tokens,
     refuse_unsupported,
 )
+from controller.frontend.openai.field_names import in_terms_of
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.output_formats import FormatTable, check_formats
 from controller.frontend.openai.request_head import Head
 from controller.frontend.openai.sse import SseStream, StreamedResponse
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import BUILTIN, TokenizerMissing, Tokens, ready_tokens
-from controller.frontend.openai.writers import event
 from controller.frontend.request.routing_overrides import read_overrides
 from controller.router.endpoints import EndpointGroup, Lineage
 from controller.router.selection.filter import NoWorker
@@ -95,7 +96,8 @@ class OpenAiEndpoints:
             return await self._respond(head, body, transport)
         except Exception:  # an internal error, handled as in `Api.handle`
             log.exception("request_failed", endpoint=head.endpoint)
-            return refusal(internal(), answer_headers(head, self.cors))
+            headers = answer_headers(head, self.cors)
+            return refusal(internal(), headers, messages=head.endpoint == "messages")
 
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
@@ -129,8 +131,8 @@ class OpenAiEndpoints:
                 response, error = await self._answer(call)
             return response
         except ApiError as raised:
-            error = raised
-            response = refusal(raised, headers)
+            error = in_terms_of(head.endpoint, raised)
+            response = refusal(error, headers, messages=head.endpoint == "messages")
             if not isinstance(given, bytes) and given.content.exception() is not None:
                 response.force_close()  # the start of the next request is unknown
             return response
@@ -169,7 +171,8 @@ class OpenAiEndpoints:
             if not isinstance(why, ApiError):
                 stream.abort()  # the stream already has data: no HTTP error can follow
                 raise
-            stream.end(event(why.body()))
+            why = in_terms_of(call.head.endpoint, why)
+            stream.end(FORMATS[parsed.api].failure(why, call.id))
             return None, why
         finally:
             if stream is not None:
@@ -228,9 +231,9 @@ class OpenAiEndpoints:
             group = director.routing.group(parsed.model, lineage)
             if group.text_only:
                 refuse_unsupported(parsed, group)
-            reads = parsed.template_reads
-            if reads and tokens.template is not None and not tokens.template.reads(reads):
-                heads.add_warning(call.headers, heads.no_effect(reads))
+            for field, names in parsed.template_reads.items():
+                if tokens.template is not None and not any(map(tokens.template.reads, names)):
+                    heads.add_warning(call.headers, heads.no_effect(field))
             formats = self._formats.of(parsed.model, tokens)
             if parsed.tool_use is not None:
                 check_formats(parsed.tool_use, formats)
@@ -332,7 +335,7 @@ class OpenAiEndpoints:
 
 def answer_headers(head: Head, cors: Cors) -> dict[str, str]:
     """Return the headers that every response to this request has."""
-    headers = {"X-Request-Id": head.id or heads.fresh_id()}
+    headers = heads.request_ids(head.id, messages=head.endpoint == "messages")
     if head.warning:
         headers["Warning"] = head.warning
     return headers | cors.headers(head.origin)

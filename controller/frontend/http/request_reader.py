@@ -17,11 +17,12 @@ from controller.frontend.openai.intake import UNSCANNED_BYTES, Intake, ReceivedB
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.proxied import pseudo_tokens, read_proxied, with_model
 from controller.frontend.openai.request_head import Call, Head
-from controller.frontend.openai.request_parser import ParsedRequest, parse_body
+from controller.frontend.openai.request_kinds import KINDS
+from controller.frontend.openai.request_parser import ParsedRequest, read_chat, read_json
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames, seed
-from events.proxied_paths import AUDIO, POOLING
+from events.proxied_paths import AUDIO, CHATS, POOLING
 from events.wire import ProxiedRequest
 
 ONLY_PROXIED = frozenset((*POOLING, *AUDIO))
@@ -47,9 +48,10 @@ class RequestReader:
         body = received.body
         if head.mode == "proxied" or head.path in ONLY_PROXIED:
             return self._offered(head, body), body
+        parsed: ParsedRequest
         try:
             if received.scan is None:
-                parsed = parse_body(head.endpoint, body)
+                parsed = read_chat(body) if head.path == CHATS else KINDS[head.endpoint][0](read_json(body))
             else:
                 parsed = await self._intake.parse(head.endpoint, received)
         except ApiError as refused:

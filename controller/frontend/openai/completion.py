@@ -8,6 +8,7 @@ import msgspec
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.openai.choice import Choice
 from controller.frontend.openai.formats import AnswerFormat, ChatFormat, WholeResponse
+from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.proxied import ProxiedFormat
 from controller.frontend.openai.request_head import Call
@@ -25,6 +26,14 @@ COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
 # maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
 ECHOED_LOGPROBS_MAX = 100_000
+
+FORMATS: dict[str, type[AnswerFormat]] = {
+    "chat": ChatFormat,
+    "completions": ChatFormat,
+    "messages": MessagesFormat,
+    "proxied": ProxiedFormat,
+}
+"""By API: the format of its responses."""
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
@@ -110,8 +119,7 @@ class Completion:
         """
         call = admitted.call
         parsed = call.parsed
-        format = ChatFormat if parsed.proxied is None else ProxiedFormat
-        self._format: AnswerFormat = format(call, admitted.tokens, admitted.formats, stream)
+        self._format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -170,7 +178,7 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(self._format.failed(error))
+            stream.end(self._format.failed(error, self.answers))
         else:
             stream.end(self._format.last(self.answers))
 

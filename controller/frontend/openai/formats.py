@@ -76,7 +76,7 @@ class AnswerFormat:
         """Return the end of a stream after all its answers have ended well."""
         raise NotImplementedError
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError, answers: Sequence[Choice]) -> bytes:
         """Return the end of a started stream that fails with this error."""
         return self.failure(error, self.shared.request)
 

@@ -21,7 +21,8 @@ from aiohttp import StreamReader, web
 from controller.frontend.errors import ApiError, invalid, too_long, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
-from controller.frontend.openai.request_parser import ParsedRequest, bad_json, parse_body
+from controller.frontend.openai.request_kinds import parse_body
+from controller.frontend.openai.request_parser import ParsedRequest, bad_json
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.long_texts import RETRY_AFTER_S, LongTexts
 from controller.frontend.openai.text.tokenizer import Tokens
@@ -284,7 +285,7 @@ async def read_prompts(
     bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
     if bias and (highest := max(bias)) >= tokens.size:
         raise invalid(f"logit_bias: the token {highest} is not below {tokens.size}", "logit_bias")
-    prompts = [_rendered(parsed, tokens.template)] if chat else parsed.prompts or []
+    prompts = [rendered(parsed, tokens.template)] if chat else parsed.prompts or []
     if parsed.truncate is None:
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -307,7 +308,7 @@ async def read_prompts(
     return out
 
 
-def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
+def rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
     """Return a chat as a prompt, rendered by the model's chat template.
 
     Raise ApiError (400) if the model has no template. Raise BadTemplate if the template refuses the messages.

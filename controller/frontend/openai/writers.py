@@ -13,7 +13,7 @@ logprob, because nothing precedes it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import isfinite
@@ -46,12 +46,16 @@ class ResponseFormat(msgspec.Struct):
     tokens: Tokens
     request: str  # request id
     created: int  # seconds since 1970
+    chat: bool = (
+        False  # whether answers are messages of a chat; a copy of the request's, because each event reads it
+    )
     special: bool = False  # whether the text shows special tokens by their names
     before: bytes = b""  # bytes before the choices in every event of a stream
     after: bytes = b""  # bytes after the choices, except in the last event
 
     def __post_init__(self) -> None:
-        whole = self.response("chat.completion.chunk" if self.parsed.chat else "text_completion", ())
+        self.chat = self.parsed.chat
+        whole = self.response("chat.completion.chunk" if self.chat else "text_completion", ())
         self.before = b"data: " + msgspec.json.encode(whole)[:-2]
         # A stream's events contain "usage": null if the last one will contain the usage.
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
@@ -59,7 +63,7 @@ class ResponseFormat(msgspec.Struct):
     def response(self, kind: str, choices: Sequence[object]) -> dict[str, object]:
         """Return a response, or one event of a stream, that contains these choices."""
         parsed = self.parsed
-        id, model = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request, parsed.called or parsed.model
+        id, model = ("chatcmpl-" if self.chat else "cmpl-") + self.request, parsed.called or parsed.model
         return {"id": id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
     def detokenizer(self) -> IncrementalDetokenizer:
@@ -87,7 +91,7 @@ class ResponseFormat(msgspec.Struct):
         the chosen token.
         """
         k, name, pairs = self.parsed.logprobs or 0, self.name_of, list(zip(tokens, logprobs, strict=False))
-        if self.parsed.chat:
+        if self.chat:
             return {
                 "content": [
                     self._named(token, lp.chosen)
@@ -227,7 +231,7 @@ class StreamingWriter(ResponseWriter):
         self._stream = stream
         self.flush = stream.flush  # type: ignore[method-assign]  # saves one call per event-loop iteration
         self._index = index
-        self._begun = not parsed.chat
+        self._begun = not format.chat
         self._context = context
         self._prompt_due = context is not PLAIN  # no event has contained the prompt yet
         self._written = 0  # tokens
@@ -236,7 +240,7 @@ class StreamingWriter(ResponseWriter):
         self._offset = 0  # characters of the tokens with logprobs written so far
         self.stopped = False
         self._stop_token: int | None = None
-        before, self._suffix = _around(parsed.chat, index, format.after)
+        before, self._suffix = _around(format.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
         fast = context is PLAIN and not (parsed.stop or format.special) and parsed.logprobs is None
@@ -309,18 +313,21 @@ class StreamingWriter(ResponseWriter):
         rest = self._detokenizer.end() if self._detokenizer is not None else ""
         if rest or self._prompt_due:
             self._write_one(rest, [], ())
-        reason = self._end_of_text(reason)
-        format, context, parsed = self._format, self._context, self._format.parsed
         stop = self._stop_token if self._detokenizer is None else self._detokenizer.stop or self._stop_token
+        self._end(self._end_of_text(reason), stop)
+
+    def _end(self, reason: str, stop: int | str | None) -> None:
+        """Write the last event. `stop` is the stop string or the stop token that ended the answer."""
+        format, context, parsed = self._format, self._context, self._format.parsed
         if context is PLAIN and stop is None:
-            ending = _without_text(parsed.chat, self._index, reason)
+            ending = _without_text(format.chat, self._index, reason)
             self._stream.parts += (format.before, ending, format.after)
             return
         # a stop token, which has no text and was not written
         hidden = [] if parsed.silent else context.accepted[self._written :]
         self._written = self.reached = self._written + len(hidden)
         finish = "length" if parsed.silent else reason
-        self._event({} if parsed.chat else {"text": ""}, None, finish, hidden, stop)
+        self._event({} if format.chat else {"text": ""}, None, finish, hidden, stop)
 
     def _end_of_text(self, reason: str) -> str:
         """Write what a subclass has withheld until the end of the text. Return the finish_reason to show."""
@@ -355,7 +362,7 @@ class StreamingWriter(ResponseWriter):
         if shown is not None:
             self._offset += format.characters(tokens)
         if text or shown is not None or (tokens and parsed.token_ids):
-            self._event({"content" if parsed.chat else "text": text}, shown, None, tokens)
+            self._event({"content" if format.chat else "text": text}, shown, None, tokens)
 
     def _event(
         self,
@@ -366,12 +373,12 @@ class StreamingWriter(ResponseWriter):
         stop: int | str | None = None,
     ) -> None:
         format, context, parsed = self._format, self._context, self._format.parsed
-        choice, after = _choice(parsed.chat, self._index, content, logprobs, finish, stop), format.after
+        choice, after = _choice(format.chat, self._index, content, logprobs, finish, stop), format.after
         beside: dict[str, object] = {}
         if parsed.token_ids:
             choice["token_ids"] = tokens
             if self._prompt_due:
-                (beside if parsed.chat else choice)["prompt_token_ids"] = context.prompt
+                (beside if format.chat else choice)["prompt_token_ids"] = context.prompt
         if parsed.continuous_usage:
             beside["usage"] = usage(len(context.prompt), self._written)
             after = b"]}\n\n"
@@ -431,6 +438,16 @@ class BufferedWriter(ResponseWriter):
         self._begin()
         self._gather(tokens, logprobs)
 
+    @property
+    def stop(self) -> int | str | None:
+        """The stop string or the stop token that ended the answer; None if neither did."""
+        return self._detokenizer.stop or self._stop_token
+
+    def pieces(self) -> Iterator[tuple[str, list[int], Sequence[Logprob]]]:
+        """Yield the text in the pieces that a stream would have had: each with its token, and the token's logprob."""
+        for place, text in enumerate(self._text):
+            yield text, self._tokens[place : place + 1], self._logprobs[place : place + 1]
+
     def choice(self, index: int) -> dict[str, Any]:
         """Return the finished answer as one choice of the response."""
         format, parsed, context = self._format, self._format.parsed, self._context
@@ -439,20 +456,19 @@ class BufferedWriter(ResponseWriter):
             shown = context.echoed_logprobs(format, self._tokens, self._logprobs)
         elif parsed.logprobs is not None:
             shown = format.show_logprobs(self._tokens, self._logprobs, 0)
-        stop = self._detokenizer.stop or self._stop_token
         out: dict[str, Any] = {
             "index": index,
             "finish_reason": self.reason,
-            "stop_reason": stop,
+            "stop_reason": self.stop,
             "logprobs": shown,
         }
-        if parsed.chat:
+        if format.chat:
             out["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             out["text"] = context.prompt_text + text
         if parsed.token_ids:
             out["token_ids"] = [] if parsed.silent else list(context.accepted)
-            if not parsed.chat:
+            if not format.chat:
                 out["prompt_token_ids"] = context.prompt
         return out
 
