@@ -204,7 +204,8 @@ class Moving:
         usual: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
         ask = {**usual, "temperature": 0, "ignore_eos": True, **ask}
         if stream:
-            return [unnamed(e) for e in await kit.stream(stream_options={"include_usage": True}, **ask)]
+            events = await kit.stream(stream_options={"include_usage": True}, **ask)
+            return [unnamed(e) for e in with_joined_ends(events)]
         status, body, _ = await kit.post("/v1/completions", **ask)
         assert status == 200, body
         return unnamed(body)
@@ -296,6 +297,24 @@ class MoveContract(Moving):
         assert [choice["delta"].get("role") for choice in choices].count("assistant") == 1
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
         assert len(kit.said(RequestMigrated)) == 1
+
+
+def with_joined_ends(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of a stream, with each answer's end in the event of its last text.
+
+    The end is a separate event only if the last text has been sent already, which depends on time.
+    """
+    found: list[dict[str, Any]] = []
+    for event in events:
+        (choice, *_) = event.get("choices") or ({},)
+        shown = choice.get("text") or choice.get("delta") or choice.get("token_ids")
+        if choice.get("finish_reason") is None or shown:
+            found.append(event)
+            continue
+        same = (e for e in reversed(found) if e["choices"] and e["choices"][0]["index"] == choice["index"])
+        before = next(same)["choices"][0]
+        before |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
+    return found
 
 
 def unnamed(event: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """A client's request with its answers (one per prompt and choice), and the response built from them."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -25,6 +26,8 @@ from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
+FINGERPRINT_CHARS = 10
+FINGERPRINTS_KEPT = 1024
 # maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
 ECHOED_LOGPROBS_MAX = 100_000
 
@@ -115,7 +118,8 @@ class Completion:
         created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
         self._formats = admitted.formats
         special = parsed.special or is_parsed(parsed, admitted.formats)
-        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created, special)
+        fingerprint = system_fingerprint(parsed.model, *admitted.lineage)
+        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created, special, fingerprint)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -211,10 +215,17 @@ class Completion:
         parts = enumerate(answer.writer for answer in self.answers)
         choices = [part.choice(index) for index, part in parts if isinstance(part, writers.BufferedWriter)]
         name = "chat.completion" if self._parsed.chat else "text_completion"
-        whole = self._format.response(name, choices) | {"usage": self.usage()}
+        more = {"usage": self.usage(), "system_fingerprint": self._format.fingerprint}
+        whole = self._format.response(name, choices) | more
         if self._parsed.chat and self._parsed.token_ids:
             whole["prompt_token_ids"] = self.answers[0].request.prompt
         return whole
+
+
+@lru_cache(FINGERPRINTS_KEPT)
+def system_fingerprint(model: str, revision: str, tokenizer: str) -> str:
+    """Return the `system_fingerprint` of a model: it changes with the model's revision and its tokenizer."""
+    return f"fp_{hashlib.sha256(repr((model, revision, tokenizer)).encode()).hexdigest()[:FINGERPRINT_CHARS]}"
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:
