@@ -33,6 +33,8 @@ BUSY = 8  # load of the second worker, as the router sees it
 CHANCE = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
 # penalties that depend on the answer
 COUNTED = {"max_tokens": 96, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+TOKENS = [300, 302, 303]  # "me", "ear", "ver"
+BAD_WORDS = ["meme", "earme", "verver", "mever"]  # two tokens each
 REPEATED = {"max_tokens": 96, "repetition_penalty": 1.3}  # would hide what the other features forget
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -44,6 +46,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "logprobs of sampling": CHANCE | {"logprobs": 3},
     "biases and min_p": CHANCE | {"min_p": 0.05, "logit_bias": {"300": 6, "301": -100}},
+    "allowed tokens": CHANCE | {"allowed_token_ids": [*range(300, 340)]},
+    "bad words": {"max_tokens": 48, "allowed_token_ids": TOKENS, "bad_words": BAD_WORDS},
     "token ids": {"return_token_ids": True},
     "an echo": {"echo": True},
     "an echo with logprobs and token ids": {"echo": True, "logprobs": 2, "return_token_ids": True},

@@ -43,6 +43,9 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     tokens: Tokens  # the tokenizer of these workers
     formats: OutputFormats  # the formats of the model's reasoning and tool calls
     constraint: Constraint | None  # the request's constraint as a grammar, if it has one
+    bad_words: list[
+        list[int]
+    ]  # the request's bad words as tokens; empty if an external server tokenizes them
     serial: int  # serial number in this frontend, which seeds sampling if the client sets no seed
     # deadline of the first token by the frontend's monotonic clock; None without admission by deadlines
     first_token_by: float | None = None
@@ -52,12 +55,12 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
         """Whether an answer gets the same tokens if another healthy worker continues it.
 
         An external server that continues an answer receives the tokens so far as a part of the prompt. The server
-        restarts its random numbers, and applies presence and frequency penalties only to the tokens that it generates
-        itself. So this is false for external servers, unless sampling is greedy and without these penalties.
+        restarts its random numbers. It applies presence and frequency penalties, and bad words, only to the tokens
+        that it generates itself. So this is false for external servers, unless sampling is greedy and without these.
         """
         asked = self.call.parsed.sampling
-        greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
-        return greedy or self.group.engine != "openai"
+        counts = asked.presence_penalty or asked.frequency_penalty or asked.bad_words
+        return (asked.temperature == 0 and not counts) or self.group.engine != "openai"
 
     def grammar(self, prompt: str) -> AnswerGrammar | None:
         """Return the grammar that constrains an answer to this prompt, or None if there is none."""
@@ -97,6 +100,8 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
             logprobs=0 if parsed.logprobs is None else max(1, parsed.logprobs),
             prompt_logprobs=parsed.logprobs if parsed.echo else None,
             unset=asked.unset if external else [],
+            bad_words=asked.bad_words if external else [],
+            bad_word_tokens=self.bad_words,
             **defaults,
         )
 
