@@ -246,7 +246,11 @@ class OpenAiEndpoints:
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
         salt = seed(namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
-        return AdmittedRequest(call, lineage, named, group, tokens, formats, constraint, next(self._serial))
+        words = parsed.sampling.bad_words
+        bad = tokens.word_tokens(words) if words and group.engine != "openai" else []
+        return AdmittedRequest(
+            call, lineage, named, group, tokens, formats, constraint, bad, next(self._serial)
+        )
 
     async def _constraint(self, guided: Json, group: EndpointGroup) -> Constraint | None:
         """Return a request's constraint as a grammar. A large one is converted in a thread.

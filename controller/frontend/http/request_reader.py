@@ -107,4 +107,6 @@ def admitted_proxied(
     call.headers[heads.MODE] = "proxied"
     prompt = pseudo_tokens(proxied.body, context - wanted)
     names = BlockNames(prompt, seed(namespace=proxied.path))
-    return AdmittedRequest(call, lineage, [(prompt, "", names)], group, tokens, OutputFormats(), None, serial)
+    return AdmittedRequest(
+        call, lineage, [(prompt, "", names)], group, tokens, OutputFormats(), None, [], serial
+    )

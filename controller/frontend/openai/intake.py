@@ -282,9 +282,13 @@ async def read_prompts(
     length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is invalid, 503 if too much text waits
     to be tokenized. Raise BadTemplate if the chat template refuses the messages.
     """
-    bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
-    if bias and (highest := max(bias)) >= tokens.size:
-        raise invalid(f"logit_bias: the token {highest} is not below {tokens.size}", "logit_bias")
+    sampling, chat = parsed.sampling, parsed.messages is not None
+    for name, named in (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+    ):
+        if named and (highest := max(named)) >= tokens.size:
+            raise invalid(f"{name}: the token {highest} is not below {tokens.size}", name)
     prompts = [rendered(parsed, tokens.template)] if chat else parsed.prompts or []
     if parsed.truncate is None:
         for prompt in prompts:
@@ -303,8 +307,9 @@ async def read_prompts(
         else:
             given = prompt if parsed.truncate is None else _truncated(prompt, parsed, context)
             out.append((_token_ids(given, tokens.size, context), ""))
-    if not chat and not all(prompt for prompt, _ in out):
-        raise invalid("prompt must not be empty", "prompt")
+    if not all(prompt for prompt, _ in out):
+        name = "prompt" if parsed.truncate is None else "truncate_prompt_tokens"
+        raise invalid(f"{name}: the prompt has no tokens", "messages" if chat and name == "prompt" else name)
     return out
 
 

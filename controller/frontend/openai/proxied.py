@@ -169,8 +169,15 @@ class ProxyWriter(ResponseWriter):
 class ProxiedFormat(AnswerFormat):
     """The format of a proxied response: as the server sent it."""
 
-    def __init__(self, call: Call, tokens: Tokens, formats: OutputFormats, stream: SseStream | None) -> None:
-        """Start without a response. `tokens` and `formats` are not used."""
+    def __init__(
+        self,
+        call: Call,
+        tokens: Tokens,
+        formats: OutputFormats,
+        stream: SseStream | None,
+        fingerprint: str = "",
+    ) -> None:
+        """Start without a response. `tokens`, `formats` and `fingerprint` are not used."""
         self.parsed, self.stream = call.parsed, stream
         self._failure = MessagesFormat.failure if call.head.path == MESSAGES else AnswerFormat.failure
         self._id = call.id

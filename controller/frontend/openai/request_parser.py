@@ -32,7 +32,9 @@ _PLAIN_UNSET = {
     (True, True): [*DEFAULTED[2:]],
 }
 """The unset fields of a plain chat, by whether it has a temperature and a top_p. A table, because it is read per request."""
-SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
+SAMPLING = {
+    *DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+}  # fmt: skip
 """Fields that have the same name and meaning in a request body and in `Sampling`."""
 
 

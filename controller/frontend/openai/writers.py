@@ -47,11 +47,13 @@ class ResponseFormat(msgspec.Struct):
     request: str  # request id
     created: int  # seconds since 1970
     chat: bool = (
-        False  # whether answers are messages of a chat; a copy of the request's, because each event reads it
+        False  # whether answers are messages of a chat; copied from `parsed`, because each event reads it
     )
     special: bool = False  # whether the text shows special tokens by their names
+    fingerprint: str = ""  # the value of `system_fingerprint`; empty: the response has none
     before: bytes = b""  # bytes before the choices in every event of a stream
-    after: bytes = b""  # bytes after the choices, except in the last event
+    after: bytes = b""  # bytes after the choices, except in an answer's last event and in the stream's
+    ending: bytes = b""  # bytes after the choice in an answer's last event
 
     def __post_init__(self) -> None:
         self.chat = self.parsed.chat
@@ -59,6 +61,9 @@ class ResponseFormat(msgspec.Struct):
         self.before = b"data: " + msgspec.json.encode(whole)[:-2]
         # A stream's events contain "usage": null if the last one will contain the usage.
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
+        # as in vLLM, only the usage has the fingerprint or, without it, the end of each answer
+        with_fingerprint = self.fingerprint and not self.parsed.include_usage
+        self.ending = _with_fingerprint(self.fingerprint) if with_fingerprint else self.after
 
     def response(self, kind: str, choices: Sequence[object]) -> dict[str, object]:
         """Return a response, or one event of a stream, that contains these choices."""
@@ -116,7 +121,8 @@ class ResponseFormat(msgspec.Struct):
 
     def total(self, usage: Mapping[str, object]) -> bytes:
         """Return the final event of a stream, with the token usage of the whole response."""
-        return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
+        more = {"usage": usage} | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
+        return b"%b],%b\n\n" % (self.before, msgspec.json.encode(more)[1:])
 
 
 class AnswerContext(msgspec.Struct):
@@ -205,6 +211,20 @@ def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
 
 
 @lru_cache(CHOICES_KEPT)
+def _with_fingerprint(fingerprint: str) -> bytes:
+    """Return the bytes after the choice in an event with a `system_fingerprint`."""
+    return b'],"system_fingerprint":%b}\n\n' % msgspec.json.encode(fingerprint)
+
+
+@lru_cache(CHOICES_KEPT)
+def _after_last_text(chat: bool, index: int, reason: str) -> bytes:
+    """Return the bytes of an answer's last event between the text and the ending that all answers share."""
+    mark = "\x00"
+    choice = _choice(chat, index, {"content" if chat else "text": mark}, None, reason)
+    return msgspec.json.encode(choice).split(json.dumps(mark).encode())[1]
+
+
+@lru_cache(CHOICES_KEPT)
 def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
     """Return as JSON the choice of the event that ends an answer with this reason.
 
@@ -214,11 +234,24 @@ def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
     return msgspec.json.encode(_choice(chat, index, content, None, reason))
 
 
+class _DetailedEvent(msgspec.Struct):
+    """The content of one event with details."""
+
+    encoded: bytes  # its choice as JSON
+    content: dict[str, str]
+    logprobs: ShownLogprobs | None
+    tokens: Sequence[int]
+    has_prompt: bool  # it was the first event that may contain the prompt's tokens
+
+
 class StreamingWriter(ResponseWriter):
-    """Writes the tokens of one answer to a stream when they arrive, each as an event, with the requested details."""
+    """Writes the tokens of one answer to a stream when they arrive, each as an event, with the requested details.
+
+    The end of an answer is part of the event with the last text, if that event has not been sent yet.
+    """
 
     __slots__ = (
-        "_begun", "_context", "_detokenizer", "_format", "_index", "_offset", "_prefix", "_prompt_due", "_seam",
+        "_begun", "_context", "_detokenizer", "_format", "_index", "_latest", "_offset", "_prefix", "_prompt_due", "_seam",
         "_shows_tokens", "_stop_token", "_stream", "_suffix", "_table", "_written", "flush", "reached", "stopped",
     )  # fmt: skip
 
@@ -240,6 +273,7 @@ class StreamingWriter(ResponseWriter):
         self._offset = 0  # characters of the tokens with logprobs written so far
         self.stopped = False
         self._stop_token: int | None = None
+        self._latest: _DetailedEvent | None = None  # the last event with details
         before, self._suffix = _around(format.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
@@ -280,6 +314,7 @@ class StreamingWriter(ResponseWriter):
             self._stream.parts += (format.before, _without_text(True, self._index, None), format.after)
         else:
             self._event(ROLE)
+            self._latest = None
 
     def _started_detokenizer(self) -> IncrementalDetokenizer:
         self._detokenizer = self._detokenizer or self._format.detokenizer()
@@ -319,15 +354,23 @@ class StreamingWriter(ResponseWriter):
     def _end(self, reason: str, stop: int | str | None) -> None:
         """Write the last event. `stop` is the stop string or the stop token that ended the answer."""
         format, context, parsed = self._format, self._context, self._format.parsed
-        if context is PLAIN and stop is None:
-            ending = _without_text(format.chat, self._index, reason)
-            self._stream.parts += (format.before, ending, format.after)
+        if context is PLAIN and stop is None and self._latest is None:
+            parts = self._stream.parts
+            if parts and parts[-1] is self._suffix:
+                parts[-1] = _after_last_text(format.chat, self._index, reason) + format.ending
+            else:
+                parts += (format.before, _without_text(format.chat, self._index, reason), format.ending)
             return
         # a stop token, which has no text and was not written
         hidden = [] if parsed.silent else context.accepted[self._written :]
         self._written = self.reached = self._written + len(hidden)
-        finish = "length" if parsed.silent else reason
-        self._event({} if format.chat else {"text": ""}, None, finish, hidden, stop)
+        finish, latest, parts = "length" if parsed.silent else reason, self._latest, self._stream.parts
+        if latest is not None and not hidden and len(parts) > 2 and parts[-2] is latest.encoded:
+            del parts[-3:]
+            self._prompt_due = latest.has_prompt
+            self._event(latest.content, latest.logprobs, finish, latest.tokens, stop)
+        else:
+            self._event({} if format.chat else {"text": ""}, None, finish, hidden, stop)
 
     def _end_of_text(self, reason: str) -> str:
         """Write what a subclass has withheld until the end of the text. Return the finish_reason to show."""
@@ -373,7 +416,8 @@ class StreamingWriter(ResponseWriter):
         stop: int | str | None = None,
     ) -> None:
         format, context, parsed = self._format, self._context, self._format.parsed
-        choice, after = _choice(format.chat, self._index, content, logprobs, finish, stop), format.after
+        choice = _choice(format.chat, self._index, content, logprobs, finish, stop)
+        after = format.after if finish is None else format.ending
         beside: dict[str, object] = {}
         if parsed.token_ids:
             choice["token_ids"] = tokens
@@ -384,8 +428,10 @@ class StreamingWriter(ResponseWriter):
             after = b"]}\n\n"
         if beside:
             after = b"]," + msgspec.json.encode(beside)[1:-1] + after[1:]
+        encoded = msgspec.json.encode(choice)
+        self._latest = _DetailedEvent(encoded, content, logprobs, tokens, self._prompt_due)
         self._prompt_due = False
-        self._stream.parts += (format.before, msgspec.json.encode(choice), after)
+        self._stream.parts += (format.before, encoded, after)
 
 
 class BufferedWriter(ResponseWriter):

@@ -83,6 +83,7 @@ GOOD: dict[str, Any] = {
     "include_reasoning": False, "documents": [{"text": "x"}], "continue_final_message": False,
     "include_stop_str_in_output": True, "truncate_prompt_tokens": 5, "system": "be kind", "stop_sequences": ["never"],
     "thinking": {"type": "enabled"}, "output_config": {"effort": "low"}, "metadata": {"user_id": "u"},
+    "allowed_token_ids": [300, 301], "bad_words": ["me"],
 }  # fmt: skip
 # Values of fields that differ between bodies.
 SPECIAL: dict[tuple[str, str], Any] = {
