@@ -12,6 +12,7 @@ from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
+from controller.frontend.openai.responses.events import ResponsesFormat
 from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
@@ -30,6 +31,7 @@ FORMATS: dict[str, type[AnswerFormat]] = {
     "chat": ChatFormat,
     "completions": ChatFormat,
     "messages": MessagesFormat,
+    "responses": ResponsesFormat,
 }
 """By API: the format of its responses."""
 
@@ -117,7 +119,7 @@ class Completion:
         """
         call = admitted.call
         parsed = call.parsed
-        self._format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream)
+        self.format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -146,7 +148,7 @@ class Completion:
                     traceparent=call.head.trace,
                 )
                 accepted: list[int] = []
-                writer = self._format.writer(len(self.answers), prompt, text, accepted)
+                writer = self.format.writer(len(self.answers), prompt, text, accepted)
                 self.answers.append(Choice(request, writer, migration_limit, forbidden, accepted))
         self._left = len(self.answers)
         if stream is not None:
@@ -173,13 +175,13 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(self._format.failed(error, self.answers))
+            stream.end(self.format.failed(error, self.answers))
         else:
-            stream.end(self._format.last(self.answers))
+            stream.end(self.format.last(self.answers))
 
     def body(self) -> dict[str, object]:
         """Return the response body of a request that is not streamed."""
-        return self._format.body(self.answers)
+        return self.format.body(self.answers)
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:

@@ -42,6 +42,7 @@ ENDPOINTS = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
     "/v1/messages": "messages",
+    "/v1/responses": "responses",
 }
 KEPT_MAX = 256  # number of heads in the cache
 READ_AHEAD = 2**16  # read-ahead limit that aiohttp's parser requires; the parser receives no body here
