@@ -22,9 +22,16 @@ from controller.frontend.openai.request_models import (
     CompletionBody,
     Harmless,
 )
+from controller.frontend.openai.responses.models import (
+    IGNORED_BY_RESPONSES,
+    REFUSED_BY_RESPONSES,
+    ResponsesBody,
+)
 
 MESSAGES_BEGIN = "<!-- generated: messages (python tests/docs/api_page.py) -->"
 MESSAGES_END = "<!-- end of messages -->"
+RESPONSES_BEGIN = "<!-- generated: responses (python tests/docs/api_page.py) -->"
+RESPONSES_END = "<!-- end of responses -->"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 BEGIN = "<!-- generated: fields (python tests/docs/api_page.py) -->"
 END = "<!-- end of generated -->"
@@ -83,7 +90,12 @@ def own_table(body: type[BaseModel], refused: Harmless, ignored: Mapping[str, st
 def renewed(page: str) -> str:
     """Return `page` with its tables generated again."""
     messages = own_table(MessagesBody, REFUSED_BY_MESSAGES, IGNORED_BY_MESSAGES)
-    for begin, end, made in ((BEGIN, END, tables()), (MESSAGES_BEGIN, MESSAGES_END, messages)):
+    responses = own_table(ResponsesBody, REFUSED_BY_RESPONSES, IGNORED_BY_RESPONSES)
+    for begin, end, made in (
+        (BEGIN, END, tables()),
+        (MESSAGES_BEGIN, MESSAGES_END, messages),
+        (RESPONSES_BEGIN, RESPONSES_END, responses),
+    ):
         before, _, rest = page.partition(begin)
         _, _, after = rest.partition(end)
         page = f"{before}{begin}\n\n{made}\n{end}{after}"

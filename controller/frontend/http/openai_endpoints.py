@@ -14,6 +14,7 @@ from controller.frontend.errors import ApiError, internal, invalid, shutting_dow
 from controller.frontend.http.credentials import ApiKeys
 from controller.frontend.http.request_reader import RequestReader, admitted_proxied
 from controller.frontend.http.responses import Cors, refusal
+from controller.frontend.http.stored_responses import StoredResponses
 from controller.frontend.openai import request_head as heads
 from controller.frontend.openai.completion import (
     FORMATS,
@@ -57,6 +58,7 @@ class OpenAiEndpoints:
         self._reader = RequestReader(director, self.intake)
         self.cors = Cors(director.settings.cors_origins)
         self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
+        self.responses = StoredResponses(director)
         self.answering = 0  # requests between the parsing of their body and the end of their response
         self.completions: dict[Completion, None] = {}  # requests that are admitted and tokenized
         self._streams: dict[SseStream, None] = {}  # of requests in progress, also queued ones
@@ -107,11 +109,11 @@ class OpenAiEndpoints:
         Return the response to write, or None if the response was streamed.
         """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
-        model, kind = "", "unary"
+        model, kind, owner = "", "unary", ""
         error: ApiError | None = None
         try:
             if self.keys is not None:
-                self.keys.check(head.credentials)
+                owner = self.keys.check(head.credentials)
             # the fast path has already parsed these headers together with the head
             if not isinstance(given, bytes):
                 overrides = read_overrides(given.raw_headers, self.director.settings.router)
@@ -123,6 +125,8 @@ class OpenAiEndpoints:
             kind, model = "stream" if parsed.stream else "unary", parsed.model
             self._counts.active[model] += 1
             self.answering += 1
+            if parsed.response is not None:
+                parsed = await self.responses.opened(parsed, parsed.response, owner)
             call = heads.Call(headers["X-Request-Id"], head, parsed, headers, arrived, transport)
             try:
                 response, error = await self._answer(call)
@@ -273,14 +277,22 @@ class OpenAiEndpoints:
         if self._over:
             raise shutting_down()
         self.completions[completion] = None
+        options = completion.format.parsed.response
+        if options is not None:
+            self.responses.begin(options, completion)
         try:
             self._driver.launch(completion.answers, completion, room)
-            return await completion.over
+            error = await completion.over
         except BaseException:  # whatever the reason, the answers are no longer read
             self._driver.cancel(completion.answers)
+            if options is not None:
+                self.responses.drop(options)
             raise
         finally:
             del self.completions[completion]
+        if options is not None:
+            self.responses.end(options, completion, error)
+        return error
 
     async def tokens_of(self, model: str, lineage: Lineage) -> Tokens:
         """Return a model's tokenizer. Raise ApiError (503) if the tokenizer cannot be loaded."""
@@ -295,6 +307,7 @@ class OpenAiEndpoints:
         """Disconnect clients that have not read for too long, and reload changed API keys. Called every second."""
         if self.keys is not None:
             self.keys.refresh()
+        self.responses.expire(now)
         for stream in [*self._streams, *self._unread]:
             stream.check(now)
         for stream in list(self._streams):

@@ -65,7 +65,7 @@ class Cors:
             return web.Response(status=403)
         wanted = headers.get("Access-Control-Request-Headers", "")
         more = {
-            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
             "Access-Control-Allow-Headers": wanted or "Authorization, Content-Type",
             "Access-Control-Max-Age": str(PREFLIGHT_S),
         }

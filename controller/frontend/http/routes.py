@@ -14,16 +14,18 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http import messages_endpoints, status_endpoints, tokenizing
+from controller.frontend.http import messages_endpoints, responses_endpoints, status_endpoints, tokenizing
 from controller.frontend.http.messages_endpoints import CountedTokens
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import JSON, json_answer
+from controller.frontend.http.responses_endpoints import DeletedResponse
 from controller.frontend.http.served_models import ModelEntry
 from controller.frontend.http.status_endpoints import VERSION, ModelList, Version
 from controller.frontend.http.tokenizing import Detokenized, Tokenized
 from controller.frontend.openai import request_models as models
 from controller.frontend.openai.messages import models as messages
 from controller.frontend.openai.request_head import ENDPOINTS
+from controller.frontend.openai.responses import models as responses
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
 from events.proxied_paths import AUDIO, POOLING
 
@@ -32,6 +34,8 @@ Schema = dict[str, object]
 EVENTS, TEXT = "text/event-stream", "text/plain"
 MODEL = "{model}"  # stands for the rest of a path, which may be any text
 MODEL_PATH = f"/v1/models/{MODEL}"
+RESPONSE = "{response_id}"
+RESPONSE_PATH = f"{responses_endpoints.PATH}{RESPONSE}"
 _AT = "#/components/schemas/"
 _REFUSED = {
     models.ChatBody.__name__: models.REFUSED_BY_CHAT,
@@ -40,6 +44,7 @@ _REFUSED = {
     models.TokenizePromptBody.__name__: models.REFUSED_BY_TOKENIZE,
     messages.MessagesBody.__name__: messages.REFUSED_BY_MESSAGES,
     messages.CountTokensBody.__name__: messages.REFUSED_BY_MESSAGES,
+    responses.ResponsesBody.__name__: responses.REFUSED_BY_RESPONSES,
 }
 _IN_OPTIONS = "stream_options."
 _IGNORED: dict[str, dict[str, str]] = {
@@ -52,6 +57,7 @@ _IGNORED: dict[str, dict[str, str]] = {
     },
     messages.MessagesBody.__name__: messages.IGNORED_BY_MESSAGES,
     messages.CountTokensBody.__name__: messages.IGNORED_BY_COUNT_TOKENS,
+    responses.ResponsesBody.__name__: responses.IGNORED_BY_RESPONSES,
 }
 _HEADERS = {
     "X-Request-Id": "the client's id of the request",
@@ -101,6 +107,20 @@ ROUTES = (
         "POST", "/v1/messages/count_tokens", messages_endpoints.count_tokens, "Count the tokens of a message's prompt.",
         (messages.CountTokensBody,), CountedTokens,
     ),
+    Route(
+        "POST", "/v1/responses", OpenAiEndpoints.serve, "Create a response.", (responses.ResponsesBody,),
+        media=(JSON, EVENTS),
+    ),
+    Route(
+        "GET", RESPONSE_PATH, responses_endpoints.retrieve, "Return a stored response, or one in progress.",
+    ),
+    Route(
+        "DELETE", RESPONSE_PATH, responses_endpoints.delete, "Delete a stored response.", answer=DeletedResponse,
+    ),
+    Route(
+        "POST", f"{RESPONSE_PATH}/cancel", responses_endpoints.cancel,
+        "Cancel a response in progress; one that has ended is returned unchanged.",
+    ),
     *(
         Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.", (models.PoolingBody,))
         for path in POOLING
@@ -138,7 +158,12 @@ ROUTE_OF = {(route.method, route.path): route for route in ROUTES}
 def templated(path: str) -> str:
     """Return the path template that a path matches, or the path itself if it matches none."""
     before, _, _ = MODEL_PATH.partition(MODEL)
-    return MODEL_PATH if path.startswith(before) else path
+    if path.startswith(before):
+        return MODEL_PATH
+    if path.startswith(responses_endpoints.PATH):
+        id, slash, rest = path.removeprefix(responses_endpoints.PATH).partition("/")
+        return RESPONSE_PATH + slash + rest if id else path
+    return path
 
 
 @cache
@@ -189,8 +214,9 @@ def _operation(route: Route) -> Schema:
 
 def _parameters(route: Route) -> Iterator[Schema]:
     text = {"type": "string"}
-    if MODEL in route.path:
-        yield {"name": MODEL.strip("{}"), "in": "path", "required": True, "schema": text}
+    for name in (MODEL, RESPONSE):
+        if name in route.path:
+            yield {"name": name.strip("{}"), "in": "path", "required": True, "schema": text}
     if route.path in ENDPOINTS:
         for name, says in _HEADERS.items():
             yield {"name": name, "in": "header", "required": False, "schema": text, "description": says}

@@ -132,6 +132,7 @@ class EventFormat(AnswerFormat):
 
     events: AnswerEvents
     _parser: OutputParser
+    _is_built = False  # whether the events have all output of a response that is not streamed
 
     def writer(self, index: int, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
         self._parser = self.parser(index, text)
@@ -145,7 +146,9 @@ class EventFormat(AnswerFormat):
 
     def body(self, answers: Sequence[Choice]) -> Json:
         writer, events, format = answers[0].writer, self.events, self.shared
-        assert isinstance(writer, writers.BufferedWriter)
+        if self._is_built or not isinstance(writer, writers.BufferedWriter):
+            return events.whole()
+        self._is_built = True
         begin(events, answers[0])
         for text, tokens, logprobs in writer.pieces():
             feed(events, format, self._parser.feed(text), tokens, logprobs)

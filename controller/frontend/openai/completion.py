@@ -15,6 +15,7 @@ from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.proxied import ProxiedFormat
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
+from controller.frontend.openai.responses.events import ResponsesFormat
 from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
@@ -36,6 +37,7 @@ FORMATS: dict[str, type[AnswerFormat]] = {
     "completions": ChatFormat,
     "messages": MessagesFormat,
     "proxied": ProxiedFormat,
+    "responses": ResponsesFormat,
 }
 """By API: the format of its responses."""
 
@@ -129,7 +131,7 @@ class Completion:
         call = admitted.call
         parsed = call.parsed
         fingerprint = system_fingerprint(parsed.model, *admitted.lineage)
-        self._format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream, fingerprint)
+        self.format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream, fingerprint)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -161,7 +163,7 @@ class Completion:
                     traceparent=call.head.trace,
                 )
                 accepted: list[int] = []
-                writer = self._format.writer(len(self.answers), prompt, text, accepted)
+                writer = self.format.writer(len(self.answers), prompt, text, accepted)
                 self.answers.append(Choice(request, writer, migration_limit, forbidden, accepted))
         self._left = len(self.answers)
         if stream is not None:
@@ -188,13 +190,13 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(self._format.failed(error, self.answers))
+            stream.end(self.format.failed(error, self.answers))
         else:
-            stream.end(self._format.last(self.answers))
+            stream.end(self.format.last(self.answers))
 
     def whole(self) -> WholeResponse:
         """Return the response to a request that is not streamed."""
-        return self._format.whole(self.answers)
+        return self.format.whole(self.answers)
 
 
 @lru_cache(FINGERPRINTS_KEPT)

@@ -11,6 +11,12 @@ FIELD_NAMES = {
         "response_format": "output_config.format",
         "reasoning_effort": "output_config.effort",
     },
+    "responses": {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    },
 }
 """By endpoint: the endpoint's own names of the fields of a chat."""
 

@@ -43,6 +43,7 @@ ENDPOINTS = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
     "/v1/messages": "messages",
+    "/v1/responses": "responses",
     **{path: path.strip("/").replace("/", "_") for path in (*POOLING, *AUDIO)},
 }
 """By path: the endpoint's name in metrics, and the kind of its bodies."""

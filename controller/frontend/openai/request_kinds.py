@@ -6,12 +6,14 @@ from typing import Any
 from controller.frontend.openai import request_parser as parser
 from controller.frontend.openai.messages.conversion import parse_count_tokens, parse_messages
 from controller.frontend.openai.request_parser import ParsedRequest
+from controller.frontend.openai.responses.conversion import parse_responses
 
 KINDS: dict[str, tuple[Callable[[object], Any], type]] = {
     "chat_completions": (parser.parse_any_chat, ParsedRequest),
     "completions": (parser.parse_completion, ParsedRequest),
     "messages": (parse_messages, ParsedRequest),
     "count_tokens": (parse_count_tokens, ParsedRequest),
+    "responses": (parse_responses, ParsedRequest),
     "tokenize": (parser.parse_tokenize, parser.TokenizeRequest),
     "detokenize": (parser.parse_detokenize, parser.DetokenizeRequest),
     "json": (lambda data: data, object),

@@ -47,6 +47,17 @@ class ToolUse(Struct, frozen=True):
     parallel: bool = True  # whether an answer may have several calls
 
 
+class ResponseOptions(Struct, frozen=True):
+    """What a request of the Responses API states about its response."""
+
+    shown: models.Json  # the fields of the request that the response repeats
+    previous: str = ""  # id of the stored response that this one continues; empty if there is none
+    store: bool = True  # whether the response is kept for later requests
+    instructed: bool = False  # whether the first message consists of the request's instructions
+    id: str = ""  # of the response
+    owner: str = ""  # name of the client's API key; empty without API keys
+
+
 class ParsedRequest(Struct, kw_only=True, frozen=True):
     """A parsed request for an answer, in one form for all APIs."""
 
@@ -82,6 +93,7 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
     user: str = ""  # the end user, as named in the body
+    response: ResponseOptions | None = None  # of the Responses API
     # the HTTP request to pass on to a server unchanged; None: this frontend builds the prompt
     proxied: ProxiedRequest | None = None
 
