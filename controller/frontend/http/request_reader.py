@@ -22,10 +22,11 @@ from controller.frontend.openai.request_parser import ParsedRequest, read_chat, 
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames, seed
-from events.proxied_paths import AUDIO, CHATS, POOLING
+from events.proxied_paths import AUDIO, BATCHES, CHATS, POOLING
 from events.wire import ProxiedRequest
 
-ONLY_PROXIED = frozenset((*POOLING, *AUDIO))
+ONLY_PROXIED = frozenset((BATCHES, *POOLING, *AUDIO))
+FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
 class RequestReader:
@@ -38,6 +39,8 @@ class RequestReader:
 
     async def read(self, head: Head, given: bytes | web.BaseRequest) -> tuple[ParsedRequest, bytes]:
         """Return a parsed request, which names a served model, and its body. Raise ApiError if the body is invalid."""
+        if head.media.startswith(FORMS) and head.path not in AUDIO:
+            raise invalid("the header Content-Type must be application/json, not a form", "Content-Type")
         if head.mode not in heads.MODES:
             raise invalid(f"the header {heads.MODE} must be exact or proxied", heads.MODE)
         # Most bodies are small, and parsing them needs no coroutine.

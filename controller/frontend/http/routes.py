@@ -14,20 +14,26 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http import messages_endpoints, responses_endpoints, status_endpoints, tokenizing
+from controller.frontend.http import (
+    invocations,
+    messages_endpoints,
+    responses_endpoints,
+    status_endpoints,
+    tokenizing,
+)
 from controller.frontend.http.messages_endpoints import CountedTokens
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import JSON, json_answer
 from controller.frontend.http.responses_endpoints import DeletedResponse
 from controller.frontend.http.served_models import ModelEntry
-from controller.frontend.http.status_endpoints import VERSION, ModelList, Version
+from controller.frontend.http.status_endpoints import VERSION, ModelList, ServerLoad, Version
 from controller.frontend.http.tokenizing import Detokenized, Tokenized
 from controller.frontend.openai import request_models as models
 from controller.frontend.openai.messages import models as messages
 from controller.frontend.openai.request_head import ENDPOINTS
 from controller.frontend.openai.responses import models as responses
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
-from events.proxied_paths import AUDIO, POOLING
+from events.proxied_paths import AUDIO, BATCHES, POOLING
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
@@ -123,9 +129,13 @@ ROUTES = (
     ),
     *(
         Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.", (models.PoolingBody,))
-        for path in POOLING
+        for path in (BATCHES, *POOLING)
     ),
     *(Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.") for path in AUDIO),
+    Route(
+        "POST", "/invocations", invocations.invoke, "Handle a chat, a completion or another request by its fields (SageMaker).",
+        (models.PoolingBody,), media=(JSON, EVENTS),
+    ),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(
@@ -147,6 +157,7 @@ ROUTES = (
     Route("GET", "/version", status_endpoints.version, "Return the version of Holdfast.", answer=Version, api=False),
     Route("GET", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
     Route("POST", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
+    Route("GET", "/load", status_endpoints.load, "Return the number of requests in progress.", answer=ServerLoad, api=False),
     Route("GET", "/health", status_endpoints.health, "Return whether requests can be served.", api=False),
     Route("GET", "/ready", status_endpoints.health, "Return whether requests can be served.", api=False),
     Route("GET", "/live", status_endpoints.live, "Return 200 while the process is alive.", api=False),

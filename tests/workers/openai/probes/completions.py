@@ -68,12 +68,6 @@ def two_answers_to_each_of_two_prompts(server: Server) -> object:
     return usage(whole)
 
 
-def greedy_answers_of_one_prompt_are_equal(server: Server) -> object:
-    first, second = server.complete(n=2)["choices"]
-    assert first["text"] == second["text"]
-    return first["text"]
-
-
 # --- echo
 
 
@@ -141,7 +135,7 @@ def the_best_five_tokens_have_logprobs(server: Server) -> object:
 
 def twenty_tokens_have_logprobs(server: Server) -> object:
     shown = server.completed(logprobs=20, max_tokens=1)["logprobs"]
-    assert 20 <= len(shown["top_logprobs"][0]) <= 21
+    assert 18 <= len(shown["top_logprobs"][0]) <= 21  # several tokens may have the same text
     return shown["token_logprobs"]
 
 
@@ -413,16 +407,16 @@ def the_end_of_a_prompt_is_kept(server: Server) -> object:
 
 
 def the_start_of_a_prompt_is_kept(server: Server) -> object:
-    choice = server.completed(
-        IDS, truncate_prompt_tokens=2, truncation_side="right", return_token_ids=True
-    )
+    choice = server.completed(IDS, truncate_prompt_tokens=2, truncation_side="right", return_token_ids=True)
     assert choice["prompt_token_ids"] == IDS[:2]
     return choice["text"]
 
 
 def as_much_of_a_prompt_as_fits(server: Server) -> object:
     prompt = [300 + n % 1000 for n in range(5000)]
-    return usage(server.complete(prompt, truncate_prompt_tokens=-1))
+    read, made = usage(server.complete(prompt, truncate_prompt_tokens=-1))
+    assert 4000 < read < 4096 and made >= 1
+    return None
 
 
 def a_prompt_without_special_tokens(server: Server) -> object:
@@ -464,10 +458,8 @@ def unknown_fields_are_accepted(server: Server) -> object:
 
 
 def null_is_the_default_of_fields(server: Server) -> object:
-    absent = dict.fromkeys(
-        "n stop seed logprobs echo stream suffix user top_p presence_penalty frequency_penalty logit_bias".split()
-    )
-    return server.completed(**{k: v for k, v in absent.items() if k not in ("echo", "stream")})["text"]
+    names = ("stop", "seed", "logprobs", "suffix", "user", "top_p", "presence_penalty", "logit_bias")
+    return server.completed(**dict.fromkeys(names))["text"]
 
 
 def the_model_may_be_left_out(server: Server) -> object:

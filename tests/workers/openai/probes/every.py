@@ -1,7 +1,7 @@
 """All probes by their names, and how two servers answer them.
 
-    python tests/workers/openai/probes/every.py DIRECT THROUGH     prints the probes that differ, given the URLs of a server and
-                                                                   of a fleet in front of it
+python tests/workers/openai/probes/every.py DIRECT THROUGH     prints the probes that differ, given the URLs of a server and
+                                                               of a fleet in front of it
 """
 
 import inspect
