@@ -76,13 +76,6 @@ def the_pooled_states(server: Server) -> object:
     return whole["data"][0]["data"]
 
 
-def the_pooled_states_of_every_token(server: Server) -> object:
-    whole = server.post("/pooling", input=[300, 301, 302], task="token_embed").good
-    states = whole["data"][0]["data"]
-    assert len(states) == 3 and len(states[0]) == 256
-    return states
-
-
 def a_score_of_two_texts(server: Server) -> object:
     whole = server.post("/score", text_1="What is the answer?", text_2="42").good
     return [one["score"] for one in whole["data"]]
@@ -109,9 +102,7 @@ def the_best_documents(server: Server) -> object:
 
 
 def vectors_by_coheres_api(server: Server) -> object:
-    whole = server.post(
-        "/v2/embed", texts=TEXTS, input_type="search_document", embedding_types=["float"]
-    ).good
+    whole = server.post("/v2/embed", texts=TEXTS, embedding_types=["float"]).good
     return whole["embeddings"]["float"]
 
 
