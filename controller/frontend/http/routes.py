@@ -61,6 +61,7 @@ _IGNORED: dict[str, dict[str, str]] = {
 }
 _HEADERS = {
     "X-Request-Id": "the client's id of the request",
+    "X-Holdfast-Mode": "exact or proxied: whether the server behind a worker gets the body unchanged",
     "X-Priority": "premium, standard or best_effort",
     "traceparent": "trace of the request (W3C Trace Context)",
     "X-Holdfast-TTFT-Deadline-Ms": "maximum milliseconds to the first token; with admission by deadlines only, like the next two",
