@@ -333,11 +333,11 @@ class EngineContract:
             assert [t for t, _ in theirs.top] == [t for t, _ in ours.top[:top]]
         assert all(math.isfinite(one.chosen) and one.chosen < 0 for one in found[1:])
         for token, one in zip(whole[1:], found[1:], strict=True):
-            assert (
-                one.rank in (0, 1 + [t for t, _ in one.top].index(token))
-                if token in dict(one.top)
-                else one.rank != 1
-            )
+            listed = [other for other, _ in one.top]
+            if token in listed:
+                assert one.rank in (0, 1 + listed.index(token))
+            else:
+                assert one.rank == 0 or one.rank > len(listed)
         assert len(answer.logprobs) == len(whole) + len(answer.tokens)
         assert answer.tokens == (await rig.ask(whole, max_tokens=4)).tokens
 
