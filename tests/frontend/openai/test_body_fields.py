@@ -14,6 +14,7 @@ from controller.frontend.openai.request_models import (
     IGNORED,
     REFUSED_BY_CHAT,
     REFUSED_BY_COMPLETIONS,
+    TEXT_CHARS_MAX,
     ChatBody,
     CompletionBody,
 )
@@ -201,6 +202,29 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
     assert await sent(prompt=whole, truncate_prompt_tokens=2) == whole[-2:]
     assert len(await sent(prompt="word " * 20_000, truncate_prompt_tokens=-1)) == 4096 - 2
     assert await sent(prompt=whole * 9_000, truncate_prompt_tokens=4) == (2 * whole)[-4:]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_truncated_text_that_is_too_long_to_tokenize_is_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "word " * (TEXT_CHARS_MAX // 5 + 1)
+    asked = (
+        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    )
+    monkeypatch.setattr(Tokens, "encode", None)
+    async with frontend(ScriptedWorker()) as kit:
+        status, body, _ = await kit.post(path, model="m", max_tokens=2, truncate_prompt_tokens=4, **asked)
+    assert (status, body["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert str(TEXT_CHARS_MAX) in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_prompt_cut_to_nothing_is_refused(path: str) -> None:
+    asked = COMPLETION if path == "/v1/completions" else CHAT
+    async with frontend(ScriptedWorker()) as kit:
+        status, body, _ = await kit.post(path, **asked, max_tokens=2, truncate_prompt_tokens=0)
+    assert (status, body["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
 def test_a_template_knows_which_variables_it_reads() -> None:
