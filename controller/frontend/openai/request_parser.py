@@ -169,6 +169,8 @@ def parse_any_chat(data: object) -> ParsedRequest:
     extra = dict(body.chat_template_kwargs or {})
     if body.tools:
         extra.setdefault("tools", [tool.model_dump(exclude_unset=True) for tool in body.tools])
+        if body.tool_choice is not None:
+            extra.setdefault("tool_choice", body.tool_choice)
     if body.documents:
         extra.setdefault("documents", body.documents)
     if body.add_generation_prompt is not None:

@@ -8,13 +8,13 @@ from frontend_kit import TOKENS, frontend
 from scripted_worker import ScriptedWorker, undisturbed
 
 from controller.frontend.errors import ApiError
+from controller.frontend.openai import intake
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_head import unknown_fields
 from controller.frontend.openai.request_models import (
     IGNORED,
     REFUSED_BY_CHAT,
     REFUSED_BY_COMPLETIONS,
-    TEXT_CHARS_MAX,
     ChatBody,
     CompletionBody,
 )
@@ -127,6 +127,10 @@ async def test_tools_that_may_not_be_called_are_passed_to_the_template() -> None
     assert await prompt_of(telling, tools=[]) == "hi"
     plain = tokens_of("{{ messages[0].content }}")
     assert await prompt_of(plain, tools=TOOLS, tool_choice="none") == "hi"
+    choosing = tokens_of("{{ tool_choice or '-' }} {{ messages[0].content }}")
+    assert await prompt_of(choosing, tools=TOOLS, tool_choice="none") == "none hi"
+    assert await prompt_of(choosing, tools=TOOLS) == "- hi"
+    assert await prompt_of(choosing, tool_choice="none") == "- hi"
 
 
 async def test_reasoning_effort_is_for_templates_that_read_it() -> None:
@@ -208,15 +212,16 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
 async def test_a_truncated_text_that_is_too_long_to_tokenize_is_refused(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "word " * (TEXT_CHARS_MAX // 5 + 1)
+    text = "word " * 7_000
     asked = (
         {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     )
+    monkeypatch.setattr(intake, "TEXT_CHARS_MAX", 1_000)  # below 8 characters for each of 4,096 tokens
     monkeypatch.setattr(Tokens, "encode", None)
     async with frontend(ScriptedWorker()) as kit:
         status, body, _ = await kit.post(path, model="m", max_tokens=2, truncate_prompt_tokens=4, **asked)
     assert (status, body["error"]["param"]) == (400, "truncate_prompt_tokens")
-    assert str(TEXT_CHARS_MAX) in body["error"]["message"]
+    assert "may have 32768 characters" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
