@@ -8,17 +8,17 @@ from frontend_kit import TOKENS, frontend
 from scripted_worker import ScriptedWorker, undisturbed
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai import intake
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_head import unknown_fields
 from controller.frontend.openai.request_models import (
     IGNORED,
     REFUSED_BY_CHAT,
     REFUSED_BY_COMPLETIONS,
+    TEXT_CHARS_MAX,
     ChatBody,
     CompletionBody,
 )
-from controller.frontend.openai.request_parser import parse_any_chat, parse_completion
+from controller.frontend.openai.request_parser import ParsedRequest, parse_any_chat, parse_completion
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer
 from controller.frontend.settings import FrontendSettings
@@ -29,6 +29,7 @@ KINDS = [
     pytest.param(parse_any_chat, CHAT, REFUSED_BY_CHAT, id="chat"),
     pytest.param(parse_completion, COMPLETION, REFUSED_BY_COMPLETIONS, id="completions"),
 ]
+LONG = "x" * (TEXT_CHARS_MAX + 1)
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
@@ -208,20 +209,22 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
     assert await sent(prompt=whole * 9_000, truncate_prompt_tokens=4) == (2 * whole)[-4:]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_truncated_text_that_is_too_long_to_tokenize_is_refused(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "word " * 7_000
-    asked = (
-        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
-    )
-    monkeypatch.setattr(intake, "TEXT_CHARS_MAX", 1_000)  # below 8 characters for each of 4,096 tokens
-    monkeypatch.setattr(Tokens, "encode", None)
-    async with frontend(ScriptedWorker()) as kit:
-        status, body, _ = await kit.post(path, model="m", max_tokens=2, truncate_prompt_tokens=4, **asked)
-    assert (status, body["error"]["param"]) == (400, "truncate_prompt_tokens")
-    assert "may have 32768 characters" in body["error"]["message"]
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        parse_completion(COMPLETION | {"prompt": LONG, "truncate_prompt_tokens": 4}),
+        parse_any_chat(
+            CHAT | {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": -1}
+        ),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_a_truncated_text_that_is_too_long_to_tokenize_is_refused(parsed: ParsedRequest) -> None:
+    tokens = tokens_of("{{ messages[0].content }}")
+    with pytest.raises(ApiError) as found:
+        await read_prompts(parsed, tokens, 4096, Intake(FrontendSettings()))
+    assert (found.value.status, found.value.param) == (400, "truncate_prompt_tokens")
+    assert f"may have {TEXT_CHARS_MAX} characters" in str(found.value)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
