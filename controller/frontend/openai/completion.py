@@ -94,7 +94,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
         contradict each other.
         """
         parsed, external = self.call.parsed, self.group.engine == "openai"
-        asked = parsed.sampling
+        asked, of_prompt = parsed.sampling, parsed.logprobs_of_prompt
         given = None if external else self.tokens.defaults
         defaults = {name: given[name] for name in asked.unset if name in given} if given else {}
         seed = asked.seed
@@ -107,8 +107,9 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
             asked,
             max_tokens=answer_tokens(parsed, prompt_tokens, self.group),
             seed=seed,
-            logprobs=0 if parsed.logprobs is None else max(1, parsed.logprobs),
-            prompt_logprobs=parsed.logprobs if parsed.echo else None,
+            # the logprobs of a prompt arrive together with those of the first token
+            logprobs=0 if parsed.logprobs is of_prompt is None else max(1, parsed.logprobs or 0),
+            prompt_logprobs=of_prompt,
             unset=asked.unset if external else [],
             bad_words=asked.bad_words if external else [],
             bad_word_tokens=self.bad_words,
@@ -221,19 +222,24 @@ def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGrou
     if wanted > room:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"
         raise invalid(message, "max_tokens", "context_length_exceeded")
-    each = (parsed.logprobs or 0) + 1
-    if parsed.echoes_logprobs and prompt_tokens * each > ECHOED_LOGPROBS_MAX:
-        why = f"{prompt_tokens} prompt tokens with {each} each are more than {ECHOED_LOGPROBS_MAX}"
-        raise invalid(f"logprobs: with echo, {why}", "logprobs")
+    of_prompt = parsed.logprobs_of_prompt
+    if of_prompt is not None and prompt_tokens * (of_prompt + 1) > ECHOED_LOGPROBS_MAX:
+        why = f"{prompt_tokens} prompt tokens with {of_prompt + 1} each are more than {ECHOED_LOGPROBS_MAX}"
+        field = "logprobs" if of_prompt == parsed.logprobs and parsed.echo else "prompt_logprobs"
+        raise invalid(f"{field}: {why}", field)
     least = parsed.sampling.min_tokens
     if least > wanted:
         raise invalid(f"min_tokens {least} is more than max_tokens {wanted}", "min_tokens")
     # at least one token must be generated, because the prompt's logprobs arrive with a token
-    return max(1, wanted) if parsed.echoes_logprobs else wanted
+    return wanted if of_prompt is None else max(1, wanted)
 
 
 def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
     """Raise ApiError (400) if the workers do not support an option of the request: logprobs or token ids."""
-    for name, wanted in (("logprobs", parsed.logprobs is not None), ("return_token_ids", parsed.token_ids)):
+    for name, wanted in (
+        ("logprobs", parsed.logprobs is not None),
+        ("prompt_logprobs", parsed.prompt_logprobs is not None),
+        ("return_token_ids", parsed.token_ids),
+    ):
         if wanted and group.text_only:
             raise unsupported(name, "this model's servers return text only")

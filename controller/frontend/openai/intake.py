@@ -22,6 +22,7 @@ from controller.frontend.errors import ApiError, invalid, too_long, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
 from controller.frontend.openai.request_kinds import parse_body
+from controller.frontend.openai.request_models import TEXT_CHARS_MAX
 from controller.frontend.openai.request_parser import ParsedRequest, bad_json
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.long_texts import RETRY_AFTER_S, LongTexts
@@ -42,6 +43,7 @@ CHEAP_BYTES = 2**19
 CHEAP_TEXTS = 2**12
 CHEAP_NESTED = 2**10
 CHEAP_VALUES = 2**15
+TRUNCATED_CHARS_PER_TOKEN = 8  # of the context, in a text of which only the last tokens are used
 HUGE_BYTES = 4 * MIB  # size of a body from which a separate process parses it
 COMMAND = (sys.executable, "-m", "controller.frontend.openai.parse_process")
 
@@ -290,10 +292,12 @@ async def read_prompts(
         if named and (highest := max(named)) >= tokens.size:
             raise invalid(f"{name}: the token {highest} is not below {tokens.size}", name)
     prompts = [rendered(parsed, tokens.template)] if chat else parsed.prompts or []
-    if parsed.truncate is None:
-        for prompt in prompts:
-            if isinstance(prompt, str):
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if parsed.truncate is None:
                 _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
+            else:
+                _check_truncated(prompt, context, intake)
     # A request with a cache salt does not share cached text, because its tokenization time would reveal whether the
     # text was seen before.
     shared, threads, out = not parsed.cache_salt, intake.long_texts, []
@@ -334,6 +338,18 @@ def _truncated(prompt: list[int], parsed: ParsedRequest, context: int) -> list[i
     if most < 0:
         most = context - (parsed.max_tokens or 1)
     return prompt[-most:] if most > 0 else []
+
+
+def _check_truncated(text: str, context: int, intake: Intake) -> None:
+    """Raise ApiError (400) if a text is too long to be tokenized as a whole, only to use its last tokens.
+
+    The tail alone could have other tokens, because a token depends on the text before it.
+    """
+    most = max(TEXT_CHARS_MAX, TRUNCATED_CHARS_PER_TOKEN * context)
+    if len(text) > most:
+        intake.bounds.count("text_length")
+        why = f"a text that is truncated may have {most} characters, not {len(text)}"
+        raise invalid(f"truncate_prompt_tokens: {why}", "truncate_prompt_tokens")
 
 
 def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:

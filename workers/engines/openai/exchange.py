@@ -347,9 +347,10 @@ class Exchange:
 
 
 class RankedToken(msgspec.Struct):
-    """vLLM's record of one candidate token at one position of a prompt. Only the field that is used here is decoded."""
+    """vLLM's record of one candidate token at one position of a prompt. Only the fields that are used here are decoded."""
 
     logprob: float | None = None
+    rank: int | None = None
 
 
 class EchoedChoice(msgspec.Struct):
@@ -392,7 +393,7 @@ def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
         raise Fault(f"engine_error: the upstream's logprobs of a prompt cannot be read: {error}") from None
     if found is None:
-        raise Fault(unsupported("echo", "this model's server gives no logprobs of a prompt").error)
+        raise Fault(unsupported("prompt_logprobs", "this model's server gives no logprobs of a prompt").error)
     if len(found) != len(tokens):
         raise Fault(f"engine_error: of {len(tokens)} tokens the upstream gives the logprobs of {len(found)}")
     later = zip(tokens[1:], found[1:], strict=True)
@@ -403,7 +404,8 @@ def _position(token: int, ranked: dict[str, RankedToken], top: int) -> Logprob:
     values = {int(name): finite(one.logprob) for name, one in ranked.items() if name.isdigit()}
     if token not in values:
         raise Fault("engine_error: the upstream does not say how likely a token of the prompt is")
-    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top])
+    rank = ranked[str(token)].rank or 0
+    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top], max(0, rank))
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:
