@@ -87,7 +87,9 @@ class WorkerJoined(WorkerObservation):
     lineage: str = ""
     # HTTP paths of the server behind this worker to which clients' requests can be passed on
     paths: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()  # names of the LoRA adapters that it has now; `AdaptersChanged` replaces them
+    adapters: tuple[
+        str, ...
+    ] = ()  # names of the LoRA adapters that it has now; `AdaptersChanged` replaces them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
