@@ -55,7 +55,7 @@ class RequestReader:
         except ApiError as refused:
             return self.pass_on(head, body, refused), body
         if parsed.model not in self._table.known:
-            parsed = _named(parsed, chosen_model(self._director, parsed.model))
+            parsed = self._named(parsed, chosen_model(self._director, parsed.model))
         return parsed, body
 
     def pass_on(self, head: Head, body: bytes, refused: ApiError) -> ParsedRequest:
@@ -74,18 +74,25 @@ class RequestReader:
     def _offered(self, head: Head, body: bytes) -> ParsedRequest:
         """Return a proxied request. Raise ApiError (404) if no server of its model offers its path."""
         parsed = read_proxied(head.path, head.media, body)
-        model = chosen_model(self._director, parsed.model)
-        if not any(head.path in one.joined.paths for one in self._table.models.get(model, ())):
-            raise ApiError(404, f"no server of {model} offers {head.path}", code="unknown_url")
-        return _named(parsed, model)
+        served = chosen_model(self._director, parsed.model)
+        if not any(head.path in one.joined.paths for one in self._table.serving(served)):
+            raise ApiError(404, f"no server of {served} offers {head.path}", code="unknown_url")
+        return self._named(parsed, served)
 
+    def _named(self, parsed: ParsedRequest, served: str) -> ParsedRequest:
+        """Return a request for this model or adapter, for a client that may have used an alias or no name.
 
-def _named(parsed: ParsedRequest, model: str) -> ParsedRequest:
-    """Return a request for this model, for a client that may have used an alias or no name."""
-    if parsed.model == model:
-        return parsed
-    proxied = None if parsed.proxied is None else with_model(parsed.proxied, model)
-    return msgspec.structs.replace(parsed, model=model, called=parsed.model, proxied=proxied)
+        In the body of a proxied request, an adapter's name stays as it is.
+        """
+        model, adapter = self._table.model_of(served), self._table.adapter_of(served)
+        if parsed.model == model:
+            return parsed
+        proxied = parsed.proxied
+        if proxied is not None and parsed.model != served:
+            proxied = with_model(proxied, served)
+        return msgspec.structs.replace(
+            parsed, model=model, adapter=adapter, called=parsed.model, proxied=proxied
+        )
 
 
 def admitted_proxied(
@@ -97,5 +104,5 @@ def admitted_proxied(
     call.parsed = msgspec.structs.replace(call.parsed, max_tokens=wanted)
     call.headers[heads.MODE] = "proxied"
     prompt = pseudo_tokens(proxied.body, context - wanted)
-    names = BlockNames(prompt, seed(namespace=proxied.path))
+    names = BlockNames(prompt, seed(lora=call.parsed.adapter, namespace=proxied.path))
     return AdmittedRequest(call, lineage, [(prompt, "", names)], group, tokens, OutputFormats(), None, serial)

@@ -49,7 +49,12 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
 
     chat: bool
     model: str
-    called: str = ""  # the alias in the client's request; empty if the request names the model itself
+    adapter: str = (
+        ""  # the LoRA adapter that the request names instead of a model; `model` is the adapter's model
+    )
+    called: str = (
+        ""  # the adapter or alias in the client's request; empty if the request names the model itself
+    )
     stream: bool
     include_usage: bool  # include the usage in the last event of a stream
     n: int = 1
@@ -82,6 +87,11 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     user: str = ""  # the end user, as named in the body
     # the HTTP request to pass on to a server unchanged; None: this frontend builds the prompt
     proxied: ProxiedRequest | None = None
+
+    @property
+    def served(self) -> str:
+        """The name of the adapter or, without one, of the model: see `EndpointTable`."""
+        return self.adapter or self.model
 
     @property
     def detailed(self) -> bool:

@@ -229,8 +229,8 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
 
     The size of the KV cache is never the reason, because the cache holds at least one full context.
     """
-    if refused := lacks_adapter(request, shape.adapters):
-        return refused
+    if lacking := lacks_adapter(request, shape.adapters):
+        return lacking
     if refused := validate_request(request, shape.context_tokens, VOCABULARY):
         return refused
     if request.guided is not None and (refused := language.matchers().refusal(request.guided)):

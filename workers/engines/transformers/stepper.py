@@ -84,8 +84,8 @@ class Stepper:
     def refusal(self, request: Generate) -> str | None:
         """Return why this request can never be served, or None if it can. May be called from any thread."""
         vocabulary = self.model.vocabulary
-        if refused := lacks_adapter(request, ()):
-            return refused
+        if lacking := lacks_adapter(request, ()):
+            return lacking
         if refused := validate_request(request, self.limit, vocabulary):
             return refused
         if request.guided is not None and (refused := self._matchers.refusal(request.guided)):
