@@ -118,6 +118,7 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     guided_fallback: Json | None = None
     # An HTTP request to pass on instead of `tokens`, which are empty. `prompt_tokens` is then an estimate.
     proxied: ProxiedRequest | None = None
+    adapter: str = ""  # name of the LoRA adapter to use; empty: the model without an adapter
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

@@ -203,7 +203,7 @@ class OpenAiEndpoints:
         take the released room. An answer that has to wait nevertheless reserves the same room again. Raise ApiError if
         the request is refused.
         """
-        routing, model, tier = self.director.routing, call.parsed.model, call.head.tier
+        routing, served, tier = self.director.routing, call.parsed.served, call.head.tier
         if self._admission.by_deadline:
             lineage = self._admission.look(call)
             admitted = await self._admitted(call, lineage)
@@ -214,14 +214,14 @@ class OpenAiEndpoints:
             reservation.free()
             admitted = msgspec.structs.replace(admitted, first_token_by=until)
         else:
-            reservation = await self._admission.admit(model, tier)
+            reservation = await self._admission.admit(served, tier)
             try:
                 admitted = await self._admitted(call, reservation.lineage)
             finally:
                 # released for the answers, which are launched before the next request in the queue
                 reservation.free()
         priority = 0 if admitted.first_token_by is None else routing.table.urgency(tier)
-        return Completion(admitted, stream, priority, routing.limit(model)), reservation
+        return Completion(admitted, stream, priority, routing.limit(call.parsed.model)), reservation
 
     async def _admitted(self, call: heads.Call, lineage: Lineage) -> AdmittedRequest:
         """Tokenize a request's prompts and return the admitted request. Raise ApiError if the request is invalid."""
@@ -229,10 +229,10 @@ class OpenAiEndpoints:
         began = director.now()
         try:
             if parsed.proxied is not None:
-                group, tokens = director.routing.group(parsed.model, lineage), await self.tokens(BUILTIN)
+                group, tokens = director.routing.group(parsed.served, lineage), await self.tokens(BUILTIN)
                 return admitted_proxied(call, parsed.proxied, lineage, group, tokens, next(self._serial))
             tokens = await self.tokens_of(parsed.model, lineage)
-            group = director.routing.group(parsed.model, lineage)
+            group = director.routing.group(parsed.served, lineage)
             if group.text_only:
                 refuse_unsupported(parsed, group)
             for field, names in parsed.template_reads.items():
@@ -246,9 +246,9 @@ class OpenAiEndpoints:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last worker of this lineage left while its tokenizer was loaded
-            raise self._admission.refusal(error, parsed.model, call.head.tier) from error
+            raise self._admission.refusal(error, parsed.served, call.head.tier) from error
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
-        salt = seed(namespace=parsed.cache_salt)
+        salt = seed(lora=parsed.adapter, namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
         words = parsed.sampling.bad_words
         bad = tokens.word_tokens(words) if words and group.engine != "openai" else []

@@ -57,7 +57,7 @@ class RequestReader:
         except ApiError as refused:
             return self.pass_on(head, body, refused), body
         if parsed.model not in self._table.known:
-            parsed = _named(parsed, chosen_model(self._director, parsed.model))
+            parsed = self._named(parsed, chosen_model(self._director, parsed.model))
         workers = self._table.models.get(parsed.model)
         if workers and not workers[0].generates:
             raise _not_offered(parsed.model, head.path)
@@ -79,22 +79,29 @@ class RequestReader:
     def _offered(self, head: Head, body: bytes) -> ParsedRequest:
         """Return a proxied request. Raise ApiError (404) if no server of its model offers its path."""
         parsed = read_proxied(head.path, head.media, body)
-        model = chosen_model(self._director, parsed.model)
-        if not any(head.path in one.joined.paths for one in self._table.models.get(model, ())):
-            raise _not_offered(model, head.path)
-        return _named(parsed, model)
+        served = chosen_model(self._director, parsed.model)
+        if not any(head.path in one.joined.paths for one in self._table.serving(served)):
+            raise _not_offered(served, head.path)
+        return self._named(parsed, served)
+
+    def _named(self, parsed: ParsedRequest, served: str) -> ParsedRequest:
+        """Return a request for this model or adapter, for a client that may have used an alias or no name.
+
+        In the body of a proxied request, an adapter's name stays as it is.
+        """
+        model, adapter = self._table.model_of(served), self._table.adapter_of(served)
+        if parsed.model == model:
+            return parsed
+        proxied = parsed.proxied
+        if proxied is not None and parsed.model != served:
+            proxied = with_model(proxied, served)
+        return msgspec.structs.replace(
+            parsed, model=model, adapter=adapter, called=parsed.model, proxied=proxied
+        )
 
 
 def _not_offered(model: str, path: str) -> ApiError:
     return ApiError(404, f"no server of {model} offers {path}", code="unknown_url")
-
-
-def _named(parsed: ParsedRequest, model: str) -> ParsedRequest:
-    """Return a request for this model, for a client that may have used an alias or no name."""
-    if parsed.model == model:
-        return parsed
-    proxied = None if parsed.proxied is None else with_model(parsed.proxied, model)
-    return msgspec.structs.replace(parsed, model=model, called=parsed.model, proxied=proxied)
 
 
 def admitted_proxied(
@@ -106,7 +113,7 @@ def admitted_proxied(
     call.parsed = msgspec.structs.replace(call.parsed, max_tokens=wanted)
     call.headers[heads.MODE] = "proxied"
     prompt = pseudo_tokens(proxied.body, context - wanted)
-    names = BlockNames(prompt, seed(namespace=proxied.path))
+    names = BlockNames(prompt, seed(lora=call.parsed.adapter, namespace=proxied.path))
     return AdmittedRequest(
         call, lineage, [(prompt, "", names)], group, tokens, OutputFormats(), None, [], serial
     )

@@ -160,6 +160,7 @@ class Completion:
                     first_token_by=admitted.first_token_by,
                     cache_salt=parsed.cache_salt,
                     proxied=parsed.proxied,
+                    adapter=parsed.adapter,
                     overrides=call.head.overrides,
                     traceparent=call.head.trace,
                 )

@@ -63,7 +63,10 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
 
     api: Api = "chat"
     model: str
-    called: str = ""  # the alias in the client's request; empty if the request names the model itself
+    # the LoRA adapter that the request names instead of a model; `model` is the adapter's model
+    adapter: str = ""
+    # the adapter or alias in the client's request; empty if the request names the model itself
+    called: str = ""
     stream: bool
     include_usage: bool  # include the usage in the last event of a stream
     n: int = 1
@@ -104,6 +107,11 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     def chat(self) -> bool:
         """Whether this frontend builds the prompt from a conversation."""
         return self.api not in ("completions", "proxied")
+
+    @property
+    def served(self) -> str:
+        """The name of the adapter or, without one, of the model: see `EndpointTable`."""
+        return self.adapter or self.model
 
     @property
     def detailed(self) -> bool:

@@ -21,6 +21,7 @@ from events.grammar.refusals import GrammarRefused
 from events.process.key_file import read_key
 from events.refusal import RequestRefusal, unsupported
 from events.wire import Chunk, Generate, Logprob, ProxiedRequest
+from workers.engines.engine import lacks_adapter
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.field_probes import FieldProbes, TokenLimitProbes
 from workers.engines.openai.identity_watch import IdentityWatch
@@ -48,6 +49,7 @@ LOGPROBS_BYTES_MAX = 32 * 1024 * 1024
 KEY_EVERY_S = 1.0  # between two reads of the key's file
 KEY_READ_S_MAX = 2.0  # a file system that hangs must not delay requests
 NOT_SERVED = (404, 405, 501)  # statuses of a server that does not have the path of a proxied request
+UNLOADED = (400, 404)  # statuses for an adapter that the server does not have (SGLang, vLLM)
 STRANGE = (*UNAUTHORIZED, 404)  # statuses which suggest that another server has replaced the upstream
 
 log = structlog.get_logger(__name__)
@@ -276,7 +278,8 @@ class Exchange:
         before = await prompt_logprobs(self.upstream, self.abilities, request)
         async with self.upstream.complete(self.abilities, request, handle) as response:
             if response.status != 200:
-                return await self._refused(response, canary=request.canary)
+                gone = await self._adapter_gone(request, response.status)
+                return gone or await self._refused(response, canary=request.canary)
             async for data in response.content.iter_any():
                 chunks = reading.feed(data)
                 self._emit(emit, put_before(chunks, before))
@@ -306,6 +309,8 @@ class Exchange:
         """
         async with self.upstream.proxy(self.abilities, request, proxied) as response:
             status = response.status
+            if gone := await self._adapter_gone(request, status):
+                return gone
             if status >= 400 and not is_client_error(status):
                 error = await self._refused(response, canary=False)
                 if status in NOT_SERVED and not error.startswith("not_serving"):
@@ -325,6 +330,12 @@ class Exchange:
             except Fault as fault:  # not returned, because a request with output must not be sent again
                 self._emit(emit, [Chunk(0, [], error=str(fault))])
         return None
+
+    async def _adapter_gone(self, request: Generate, status: int) -> str:
+        """Return the error for a request that the upstream refuses because it has unloaded the adapter; otherwise empty."""
+        if not request.adapter or status not in UNLOADED or await self.identity.lists(request.adapter):
+            return ""
+        return lacks_adapter(request, self.identity.adapters)
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
         """Return the error in a response with an error status.
