@@ -107,6 +107,8 @@ class AdmissionSettings(Strict):
     first_token_s_per_1k: NotNegative = setting(  # slow prefills read 1,000 tokens a second
         1.0, "additional seconds for each 1,000 tokens of its prompt", flag="--first-token-timeout-per-1k"
     )
+    # seconds until a proxied request has its whole response, which may be a long answer that is not streamed
+    whole_response_s: Positive = 600.0
     body_mb_max: int = Field(default=45, ge=1)  # megabytes of one body, decompressed
     bodies_mb_max: int = Field(default=512, ge=1)  # megabytes of all bodies that are being received
     body_s: Positive = 60.0  # seconds to receive the whole body of a request

@@ -27,6 +27,7 @@ from controller.frontend.openai.messages import models as messages
 from controller.frontend.openai.request_head import ENDPOINTS
 from controller.frontend.openai.responses import models as responses
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
+from events.proxied_paths import AUDIO, POOLING
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
@@ -60,6 +61,7 @@ _IGNORED: dict[str, dict[str, str]] = {
 }
 _HEADERS = {
     "X-Request-Id": "the client's id of the request",
+    "X-Holdfast-Mode": "exact or proxied: whether the server behind a worker gets the body unchanged",
     "X-Priority": "premium, standard or best_effort",
     "traceparent": "trace of the request (W3C Trace Context)",
     "X-Holdfast-TTFT-Deadline-Ms": "maximum milliseconds to the first token; with admission by deadlines only, like the next two",
@@ -120,6 +122,11 @@ ROUTES = (
         "POST", f"{RESPONSE_PATH}/cancel", responses_endpoints.cancel,
         "Cancel a response in progress; one that has ended is returned unchanged.",
     ),
+    *(
+        Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.", (models.PoolingBody,))
+        for path in POOLING
+    ),
+    *(Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.") for path in AUDIO),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(

@@ -5,6 +5,7 @@
 All formats show the same answers. `ChatFormat` is that of chats and completions.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -44,17 +45,37 @@ def answer_usage(answers: Sequence[Choice], n: int) -> AnswerUsage:
     return AnswerUsage(read, made, cached)
 
 
+class WholeResponse(NamedTuple):
+    """A response that is not streamed."""
+
+    body: bytes
+    status: int = 200
+    media: str = "application/json"
+
+
 class AnswerFormat:
     """The format of the response to one request. Each API has a subclass."""
 
-    def __init__(self, call: Call, tokens: Tokens, formats: OutputFormats, stream: SseStream | None) -> None:
-        """Start without answers. `stream` is None for a response that is not streamed."""
+    def __init__(
+        self,
+        call: Call,
+        tokens: Tokens,
+        formats: OutputFormats,
+        stream: SseStream | None,
+        fingerprint: str = "",
+    ) -> None:
+        """Start without answers.
+
+        `stream` is None for a response that is not streamed. `fingerprint` is the value of `system_fingerprint`.
+        """
         self.parsed = parsed = call.parsed
         self.stream = stream
         self.formats = formats
         self.created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
         special = parsed.special or is_parsed(parsed, formats)
-        self.shared = writers.ResponseFormat(parsed, tokens, call.id, self.created, special)
+        self.shared = writers.ResponseFormat(
+            parsed, tokens, call.id, self.created, special=special, fingerprint=fingerprint
+        )
 
     def writer(self, index: int, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
         """Return the writer of the answer with this index among the request's answers.
@@ -76,8 +97,12 @@ class AnswerFormat:
         """Return the end of a stream that fails before the request, which has this id, has answers."""
         return writers.event(error.body())
 
+    def whole(self, answers: Sequence[Choice]) -> WholeResponse:
+        """Return the response to a request that is not streamed."""
+        return WholeResponse(json.dumps(self.body(answers), ensure_ascii=False).encode())
+
     def body(self, answers: Sequence[Choice]) -> dict[str, object]:
-        """Return the response body of a request that is not streamed."""
+        """Return the JSON body of a request that is not streamed."""
         raise NotImplementedError
 
     def parser(self, index: int, text: str) -> OutputParser:
@@ -92,7 +117,7 @@ class ChatFormat(AnswerFormat):
         format, parsed, context = self.shared, self.parsed, writers.PLAIN
         if parsed.detailed:
             echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
-            context = writers.AnswerContext(prompt, echoed, accepted, parsed.echoes_logprobs)
+            context = writers.AnswerContext(prompt, echoed, accepted, parsed.logprobs_of_prompt is not None)
         if is_parsed(parsed, self.formats):
             if self.stream is None:
                 return ParsedBufferedWriter(format, context, partial(self.parser, index, text))
@@ -110,9 +135,14 @@ class ChatFormat(AnswerFormat):
         parts = enumerate(answer.writer for answer in answers)
         choices = [part.choice(index) for index, part in parts if isinstance(part, writers.BufferedWriter)]
         name = "chat.completion" if self.parsed.chat else "text_completion"
-        whole = self.shared.response(name, choices) | {"usage": self._usage(answers)}
+        more = {"usage": self._usage(answers), "system_fingerprint": self.shared.fingerprint}
+        whole = self.shared.response(name, choices) | more
         if self.parsed.chat and self.parsed.token_ids:
             whole["prompt_token_ids"] = answers[0].request.prompt
+        if self.parsed.chat and self.parsed.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
+            for choice in choices[1:]:
+                del choice["prompt_logprobs"]
         return whole
 
     def _usage(self, answers: Sequence[Choice]) -> dict[str, object]:

@@ -37,13 +37,17 @@ from controller.frontend.request.routing_overrides import (
 )
 from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
+from events.proxied_paths import AUDIO, POOLING
 
 ENDPOINTS = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
     "/v1/messages": "messages",
     "/v1/responses": "responses",
+    **{path: path.strip("/").replace("/", "_") for path in (*POOLING, *AUDIO)},
 }
+"""By path: the endpoint's name in metrics, and the kind of its bodies."""
+MODES = ("", "exact", "proxied")
 KEPT_MAX = 256  # number of heads in the cache
 READ_AHEAD = 2**16  # read-ahead limit that aiohttp's parser requires; the parser receives no body here
 REQUEST_ID_MAX = 128
@@ -51,6 +55,7 @@ SHOWN_MAX = 8  # unknown fields that are listed, and characters of each name
 NAME_MAX = 40
 ID_BYTES = 16  # random bytes of a generated id, which consists of their hex digits
 SUSPECT = "X-Holdfast-Suspect"
+MODE = "X-Holdfast-Mode"
 API_KEY = "x-api-key"
 EXPLAINED_MAX = 8  # number of candidates in a header, because many clients accept at most 8 KB of headers
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -97,6 +102,9 @@ class Head(msgspec.Struct, frozen=True):
     credentials: str = ""  # the header Authorization, or x-api-key in its form
     origin: str = ""  # the header Origin
     asked: AdmissionHeaders = NOTHING  # empty without admission by deadlines
+    path: str = ""
+    media: str = ""  # media type of the body; empty: JSON
+    mode: str = ""  # the header X-Holdfast-Mode
     end: int = 0  # number of bytes of the head, including the empty line
     whole: int = 0  # number of bytes of head and body
 
@@ -113,7 +121,7 @@ class Call(msgspec.Struct):
 
 
 def read_head(
-    endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
+    path: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
     """Return a request's head, with default values for the routing overrides and the admission headers.
 
@@ -126,8 +134,9 @@ def read_head(
     id, trace, chunked = own_id(headers.get("X-Request-Id")), traceparent(headers), version >= (1, 1)
     key, origin = credentials(headers), headers.get("Origin", "")
     return Head(
-        endpoint, id, tier, warning, trace, version, keep and chunked, chunked, credentials=key, origin=origin
-    )
+        ENDPOINTS[path], id, tier, warning, trace, version, keep and chunked, chunked, credentials=key, origin=origin,
+        path=path, media=headers.get("Content-Type", ""), mode=headers.get(MODE, ""),
+    )  # fmt: skip
 
 
 def credentials(headers: "CIMultiDictProxy[str]") -> str:
@@ -179,12 +188,12 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
         asked = read_admission(message.raw_headers) if by_deadline else NOTHING
     except Exception:  # aiohttp will find the same error and answer the request
         return None
-    endpoint = ENDPOINTS.get(message.path) if message.method == "POST" else None
+    known = message.method == "POST" and message.path in ENDPOINTS
     odd = message.version != (1, 1) or message.should_close or message.upgrade or upgraded
     special = length < 1 or message.chunked or message.compression or "Expect" in headers
-    if endpoint is None or odd or special:
+    if not known or odd or special:
         return None
-    plain = read_head(endpoint, headers, (1, 1), tiers, keep=True)
+    plain = read_head(message.path, headers, (1, 1), tiers, keep=True)
     end = len(raw)
     return msgspec.structs.replace(plain, overrides=overrides, asked=asked, end=end, whole=end + length)
 

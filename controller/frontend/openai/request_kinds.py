@@ -8,7 +8,7 @@ from controller.frontend.openai.messages.conversion import parse_count_tokens, p
 from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.responses.conversion import parse_responses
 
-KINDS: dict[str, tuple[Callable[[object], object], type]] = {
+KINDS: dict[str, tuple[Callable[[object], Any], type]] = {
     "chat_completions": (parser.parse_any_chat, ParsedRequest),
     "completions": (parser.parse_completion, ParsedRequest),
     "messages": (parse_messages, ParsedRequest),

@@ -16,10 +16,10 @@ from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.openai import request_models as models
 from events.grammar.constraint import NO_PARAMETERS, schema_of_required_tools
 from events.grammar.refusals import GrammarRefused
-from events.wire import Sampling
+from events.wire import ProxiedRequest, Sampling
 
 B = TypeVar("B", bound=BaseModel)
-Api = Literal["chat", "completions", "messages", "responses"]
+Api = Literal["chat", "completions", "messages", "responses", "proxied"]
 ToolChoice = Literal["auto", "required", "named"]
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -32,7 +32,9 @@ _PLAIN_UNSET = {
     (True, True): [*DEFAULTED[2:]],
 }
 """The unset fields of a plain chat, by whether it has a temperature and a top_p. A table, because it is read per request."""
-SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
+SAMPLING = {
+    *DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+}  # fmt: skip
 """Fields that have the same name and meaning in a request body and in `Sampling`."""
 
 
@@ -61,7 +63,10 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
 
     api: Api = "chat"
     model: str
-    called: str = ""  # the alias in the client's request; empty if the request names the model itself
+    # the LoRA adapter that the request names instead of a model; `model` is the adapter's model
+    adapter: str = ""
+    # the adapter or alias in the client's request; empty if the request names the model itself
+    called: str = ""
     stream: bool
     include_usage: bool  # include the usage in the last event of a stream
     n: int = 1
@@ -73,6 +78,9 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     include_stop: bool = False  # keep the stop string at the end of the answer
     truncate: int | None = None  # tokens of the prompt that are used; -1: as many as fit
     logprobs: int | None = None  # number of top tokens shown; None if no logprobs are requested
+    prompt_logprobs: int | None = (
+        None  # number of top tokens with each token of the prompt; None if not requested
+    )
     logprobs_by_id: bool = False  # whether tokens in logprobs are named by their ids
     # rarely used options that add details to an answer's text
     echo: bool = False  # return the prompt before the text
@@ -92,21 +100,35 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
     user: str = ""  # the end user, as named in the body
     response: ResponseOptions | None = None  # of the Responses API
+    # the HTTP request to pass on to a server unchanged; None: this frontend builds the prompt
+    proxied: ProxiedRequest | None = None
 
     @property
     def chat(self) -> bool:
-        """Whether the prompt is a conversation. All APIs except completions send one."""
-        return self.api != "completions"
+        """Whether this frontend builds the prompt from a conversation."""
+        return self.api not in ("completions", "proxied")
+
+    @property
+    def served(self) -> str:
+        """The name of the adapter or, without one, of the model: see `EndpointTable`."""
+        return self.adapter or self.model
 
     @property
     def detailed(self) -> bool:
-        """Whether answers contain an echo of the prompt, token ids, or the token usage in each event."""
-        return self.echo or self.token_ids or self.continuous_usage
+        """Whether answers contain the prompt or its logprobs, token ids, or the token usage in each event."""
+        return self.echo or self.token_ids or self.continuous_usage or self.prompt_logprobs is not None
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the logprobs of the prompt are requested too."""
+        """Whether the echo contains the logprobs of the prompt."""
         return self.echo and self.logprobs is not None
+
+    @property
+    def logprobs_of_prompt(self) -> int | None:
+        """Number of top tokens that are needed with each token of the prompt; None if no logprobs of it are needed."""
+        if self.echoes_logprobs:
+            return max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
     @property
     def silent(self) -> bool:
@@ -169,6 +191,8 @@ def parse_any_chat(data: object) -> ParsedRequest:
     extra = dict(body.chat_template_kwargs or {})
     if body.tools:
         extra.setdefault("tools", [tool.model_dump(exclude_unset=True) for tool in body.tools])
+        if body.tool_choice is not None:
+            extra.setdefault("tool_choice", body.tool_choice)
     if body.documents:
         extra.setdefault("documents", body.documents)
     if body.add_generation_prompt is not None:
@@ -265,6 +289,8 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
     `own` contains the fields of the result in which chats and completions differ.
     """
     options = body.stream_options or models.StreamOptions()
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs: not with stream: true", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
     if options.continuous_usage_stats and not options.include_usage:
@@ -283,6 +309,7 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
         stop=_stops(body.stop),
         include_stop=body.include_stop_str_in_output,
         truncate=body.truncate_prompt_tokens,
+        prompt_logprobs=body.prompt_logprobs,
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
         special=body.skip_special_tokens is False,

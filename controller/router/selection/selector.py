@@ -190,14 +190,14 @@ class ScoringRequest(msgspec.Struct, eq=False):
                 sharers = 0
             elif shared > has and endpoint.joined.kv_events:
                 has = shared
-            others = 0.0
+            others, weight = 0.0, endpoint.weight
+            if external_load is not None and (external := external_load(endpoint.worker)) is not None:
+                others, weight = external.active_tokens / size, weight * external.weight
             if endpoint.ranks > 1:
                 others = self.external_at(len(device))[1] / size
-            elif external_load is not None and (external := external_load(endpoint.worker)) is not None:
-                others = external.active_tokens / size
             loads.append((
                 load.reading_tokens, load.blocks, len(load.requests), load.recent_tokens_at(now), has, shared, sharers,
-                others, endpoint.weight,
+                others, weight,
             ))  # fmt: skip
             device.append(has)
         self.device = device
@@ -245,16 +245,25 @@ class ScoringRequest(msgspec.Struct, eq=False):
 
     @property
     def weights(self) -> Floats:
-        """The weight that the fleet gives the worker of each candidate. The values are at most WEIGHTS_S seconds old."""
+        """The weight of each candidate's worker. The values are at most WEIGHTS_S seconds old."""
         candidates = self.candidates
         if not 0.0 <= self.now - candidates.weighed_at < WEIGHTS_S:
-            weights = [endpoint.weight for endpoint in candidates.endpoint]
+            weights = [endpoint.weight * self.share(endpoint) for endpoint in candidates.endpoint]
             candidates.weights, candidates.weighed_at = np.fromiter(weights, float, len(weights)), self.now
         return candidates.weights
 
     def weight(self, index: int) -> float:
-        """Return the weight that the fleet gives a candidate's worker now; at least WEIGHT_MIN."""
-        return max(self.candidates.endpoint[index].weight, WEIGHT_MIN)
+        """Return the weight of a candidate's worker now; at least WEIGHT_MIN."""
+        endpoint = self.candidates.endpoint[index]
+        return max(endpoint.weight * self.share(endpoint), WEIGHT_MIN)
+
+    def share(self, endpoint: Endpoint) -> float:
+        """Return the share of requests that a worker wants, compared with other workers: by default 1.
+
+        The fleet's weight is the fleet's trust in a worker, while this share is the operator's setting.
+        """
+        load = None if self.others is None else self.others.external_load(endpoint.worker)
+        return 1.0 if load is None else load.weight
 
     def external(self) -> tuple[Floats, Floats]:
         """Return each candidate's load that is not in the slot tracker, as requests and tokens.

@@ -133,8 +133,15 @@ def _arguments(text: str) -> Json:
 class MessagesFormat(EventFormat):
     """The format of /v1/messages."""
 
-    def __init__(self, call: Call, tokens: Tokens, formats: OutputFormats, stream: SseStream | None) -> None:
-        super().__init__(call, tokens, formats, stream)
+    def __init__(
+        self,
+        call: Call,
+        tokens: Tokens,
+        formats: OutputFormats,
+        stream: SseStream | None,
+        fingerprint: str = "",
+    ) -> None:
+        super().__init__(call, tokens, formats, stream, fingerprint)
         parsed = call.parsed
         self.events = MessageEvents(stream, f"msg_{call.id}", parsed.called or parsed.model)
 

@@ -177,8 +177,15 @@ class ResponsesFormat(EventFormat):
 
     events: ResponseEvents
 
-    def __init__(self, call: Call, tokens: Tokens, formats: OutputFormats, stream: SseStream | None) -> None:
-        super().__init__(call, tokens, formats, stream)
+    def __init__(
+        self,
+        call: Call,
+        tokens: Tokens,
+        formats: OutputFormats,
+        stream: SseStream | None,
+        fingerprint: str = "",
+    ) -> None:
+        super().__init__(call, tokens, formats, stream, fingerprint)
         parsed = call.parsed
         assert parsed.response is not None
         base: Json = {
