@@ -226,6 +226,15 @@ async def test_tokens_are_counted_as_the_message_counts_them() -> None:
     assert status == 200 and counted == {"input_tokens": message["usage"]["input_tokens"]}
 
 
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+async def test_a_query_in_the_path_changes_nothing(path: str) -> None:
+    """Claude Code sends `?beta=true`, also in requests that are not valid."""
+    async with answering("Yes.") as (kit, _):
+        assert (await kit.post(f"{path}?beta=true", **BODY))[0] == 200
+        _, error, headers = await kit.post(f"{path}?beta=true", **BODY | {"model": "other"})
+        assert error["type"] == "error" and headers["request-id"] == error["request_id"]
+
+
 async def test_cached_tokens_are_counted_apart() -> None:
     async with simulated() as kit:
         asked = BODY | {"messages": [{"role": "user", "content": "many words " * 100}], "max_tokens": 2}
