@@ -259,6 +259,11 @@ class Exchange:
         completed = partial(self.upstream.completed_text, self.abilities)
         self._constraints = Constraints(completed, lambda: self.identity.doubts)
 
+    def use_key_file(self, file: Path | None) -> None:
+        """Read the API key from this file from now on. None: send no key."""
+        if file != self.key.file:
+            self.key.use_file(file)
+
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
 
@@ -299,7 +304,7 @@ class Exchange:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = self.upstream.route.tls_trouble(error) or str(error) or type(error).__name__
+            words = self.upstream.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:

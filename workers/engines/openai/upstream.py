@@ -161,6 +161,14 @@ class Upstream:
         )
         self.use_key(key)
 
+    def use_route(self, settings: UpstreamRoute) -> None:
+        """Send all later requests by this route."""
+        self.route.use(settings)
+
+    def tls_trouble(self, error: Exception) -> str:
+        """Return why TLS to the server failed with `error`; "" if the error is not about TLS."""
+        return self.route.tls_trouble(error)
+
     def use_key(self, key: str) -> None:
         """Send this API key with all later requests; empty: send no key."""
         self.key = key
