@@ -146,7 +146,8 @@ def test_one_process_has_all_upstreams_of_a_file(tmp_path: Path) -> None:
 def test_a_file_of_upstreams_replaces_other_flags(given: dict[str, object], why: str, tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     file.write_text("upstreams: []")
-    none = dict.fromkeys(("upstream_key_file", "revision", "upstream_kv_events", "upstream_kv_replay"), [])
+    without = ("upstream_key_file", "revision", "upstream_kv_events", "upstream_kv_replay")
+    none: dict[str, object] = {name: [] for name in without}
     args = argparse.Namespace(**{**vars(ARGS), **none, "engine": "openai", "upstreams": file, **given})
     assert next(file_conflicts(args)).startswith(why)
 

@@ -121,7 +121,7 @@ async def test_an_error_names_the_file_that_cannot_be_used(world: World) -> None
 async def test_an_encrypted_private_key_is_an_error_and_no_question(world: World) -> None:
     cert, key = world.client
     secret = world.folder / "secret.key"
-    command = ["openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", key, "-out", secret]
+    command = ["openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", str(key), "-out", str(secret)]
     process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL)
     assert await process.wait() == 0
     said = await why(reached(world.url, ca_file=world.ca, cert_file=cert, key_file=secret))
