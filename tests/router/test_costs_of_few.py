@@ -56,6 +56,7 @@ def test_the_costs_are_those_of_the_columns(
     others = Links(external=lambda worker: Load(active_tokens=40, weight=reported)) if reported else None
     candidates = Candidates.of(tuple(endpoints), slots)
     request = ScoringRequest(candidates, prompt, pricing, slots, others, 4.0, 0.5)
+    request.plane = others or Links(external=lambda worker: Load(weight=0.5))
     costs = request.costs_of_few()
     assert costs == pytest.approx(request.costs.tolist(), rel=1e-12)
     assert request.device == request.terms.device.tolist()

@@ -199,14 +199,18 @@ def test_equal_workers_are_chosen_evenly_even_if_some_are_out(mode: Mode) -> Non
 
 
 @pytest.mark.parametrize("mode", [Mode.ROUND_ROBIN, Mode.RANDOM])
-def test_a_worker_gets_requests_in_proportion_to_the_weight_that_it_reports(mode: Mode) -> None:
+@pytest.mark.parametrize("replica_sync", [False, True])
+def test_a_worker_gets_requests_in_proportion_to_the_weight_that_it_reports(
+    mode: Mode, replica_sync: bool
+) -> None:
     endpoints, shares = [endpoint(f"w{n}") for n in range(3)], {"w0": 1.0, "w1": 1.0, "w2": 0.25}
     plane = Links(external=lambda worker: Load(weight=shares[worker]))
-    among, chooser = Filter(endpoints, rules(plane)), Chooser(ActiveSequences())
+    among, chooser = Filter(endpoints, rules(plane)), Chooser(ActiveSequences(), plane)
     counts, dice = dict.fromkeys(shares, 0), Random(1)
+    others = None if replica_sync else plane
     for _ in range(900):
         choice = chooser.choose(
-            among, ScoredPrompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random(), others=plane
+            among, ScoredPrompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random(), others=others
         )
         counts[choice.endpoint.worker] += 1
     assert counts["w2"] == pytest.approx(100, abs=25)
