@@ -25,7 +25,25 @@ from workers.engines.simulated.sequence import EngineShape
 
 Manner = Literal["vllm", "llamacpp", "strict", "text"]
 FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs", "prompt_logprobs"}
+LIMITS = {"allowed_token_ids", "bad_words"}
 EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt", "cache_prompt"}
+
+
+def spelled(word: str) -> list[int]:
+    """Return the tokens of a bad word, which has their numbers: the double's text of token 300 is "<300>"."""
+    return [int(number) for number in word.split()]
+
+
+@dataclass
+class OtherPath:
+    """The server's behaviour at a path other than completions."""
+
+    pieces: list[bytes]  # of the body, each written alone
+    status: int = 200
+    media: str = "application/json"
+    breaks: bool = False  # the connection breaks after the pieces
+    hangs: bool = False  # nothing follows the pieces until `Upstream.release`
+    retry_after: str = ""
 
 
 @dataclass
@@ -43,7 +61,9 @@ class Upstream:
     defaults: dict[str, Any] = field(default_factory=dict)  # for what a request omits
     model: str = "up"
     root: str = ""  # of its weights, if it reports one
-    names: tuple[str, ...] = ()  # further names of the same weights; it also lists an adapter of them
+    names: tuple[str, ...] = ()  # further names of the same weights
+    adapters: tuple[str, ...] = ()  # LoRA adapters that are loaded
+    sglang: bool = False  # it selects an adapter by `lora_path`, and ignores `model`
     version: str = "0.32.0"  # empty: it cannot be read now
     retry_after: str = ""  # with each `http_` fault, if set
     listings: int = 0  # times that its models were listed
@@ -76,6 +96,10 @@ class Upstream:
     abandoned: int = 0  # streams abandoned by their reader
     url: str = ""
     release: asyncio.Event = field(default_factory=asyncio.Event)  # ends a stall
+    others: dict[str, OtherPath] = field(default_factory=dict)  # by path
+    generates: bool = True  # whether it has /v1/completions
+    documented: bool = True  # whether it lists its paths at /openapi.json
+    passed_on: list[tuple[str, str, bytes]] = field(default_factory=list)  # path, media type and body
     _runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> "Upstream":
@@ -89,6 +113,8 @@ class Upstream:
                 web.get("/get_server_info", self._info),
                 web.get("/v1/models", self._models),
                 web.post("/v1/completions", self._completions),
+                web.get("/openapi.json", self._openapi),
+                web.post("/{path:.+}", self._other),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
@@ -118,6 +144,36 @@ class Upstream:
             await self.release.wait()
         return web.Response(status=200 if self.healthy else 503)
 
+    async def _openapi(self, request: web.Request) -> web.Response:
+        if not self.documented:
+            raise web.HTTPNotFound
+        own = ["/sleep", "/v1/completions"] if self.generates else ["/sleep"]
+        return web.json_response({"paths": {path: {} for path in (*own, *self.others)}})
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        self.passed_on.append((request.path, request.headers.get("Content-Type", ""), await request.read()))
+        self.traces.append(request.headers.get("traceparent"))
+        known = self.others.get(request.path)
+        if known is None:
+            raise web.HTTPNotFound
+        headers = {"Content-Type": known.media} | (
+            {"Retry-After": known.retry_after} if known.retry_after else {}
+        )
+        response = web.StreamResponse(status=known.status, headers=headers)
+        await response.prepare(request)
+        try:
+            for piece in known.pieces:
+                await response.write(piece)
+                await asyncio.sleep(0.005)  # so that the pieces arrive apart
+            if known.hangs:
+                await self.release.wait()
+        except (asyncio.CancelledError, ConnectionError):
+            self.abandoned += 1
+            raise
+        if known.breaks and request.transport is not None:
+            request.transport.abort()
+        return response
+
     async def _version(self, request: web.Request) -> web.Response:
         if self.manner != "vllm":
             raise web.HTTPNotFound
@@ -138,6 +194,7 @@ class Upstream:
     async def _models(self, request: web.Request) -> web.Response:
         self.listings += 1
         about: dict[str, Any] = {"id": self.model, "object": "model", "created": self.listings}
+        about["owned_by"] = "sglang" if self.sglang else "vllm"
         if self.root:
             about["root"] = self.root
         if self.manner == "vllm":
@@ -145,12 +202,16 @@ class Upstream:
         else:
             about["meta"] = {"n_ctx": self.context} | ({"size": self.size} if self.size else {})
         further = [{**about, "id": name} for name in self.names]
-        adapters = [{**about, "id": "adapter", "parent": self.model}] if further else []
+        adapters = [{**about, "id": name, "root": f"/{name}", "parent": self.model} for name in self.adapters]
         return web.json_response({"object": "list", "data": [about, *further, *adapters]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        if not self.generates:
+            raise web.HTTPNotFound
         body = await request.json()
-        if body["model"] != self.model:
+        if self.sglang and body.get("lora_path") not in (None, *self.adapters):
+            return web.json_response({"error": {"message": "the adapter was never loaded"}}, status=400)
+        if not self.sglang and body["model"] not in (self.model, *self.adapters):
             return web.json_response({"error": {"message": "the model does not exist"}}, status=404)
         if refusal := self._refusal(body):
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
@@ -235,8 +296,8 @@ class Upstream:
         found = prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"], eos=eos)
         return [None] + [
             {
-                str(t): {"logprob": value, "rank": 1, "decoded_token": f"<{t}>"}
-                for t, value in [(token, one.chosen), *one.top]
+                str(t): {"logprob": value, "rank": rank, "decoded_token": f"<{t}>"}
+                for rank, (t, value) in [(99, (token, one.chosen)), *enumerate(one.top, 1)]
             }
             for token, one in zip(body["prompt"][1:], found[1:], strict=True)
         ]
@@ -261,6 +322,8 @@ class Upstream:
             return "a token id is out of the vocabulary"
         if any(int(token) >= 2048 for token in body.get("logit_bias", ())):
             return "logit_bias contains an id that is out of the vocabulary"
+        if any(token >= 2048 for token in body.get("allowed_token_ids", ())):
+            return "allowed_token_ids contains an id that is out of the vocabulary"
         if len(prompt) + body["max_tokens"] > self.context:
             return "this model's maximum context length is exceeded"
         return ""
@@ -272,6 +335,10 @@ class Upstream:
             body["top_k"] = 0
         if "logit_bias" in body:
             body["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
+        if self.manner == "vllm" and "limits ignored" not in self.obeys:
+            body["bad_word_tokens"] = [spelled(word) for word in body.pop("bad_words", ())]
+        else:
+            body = {name: value for name, value in body.items() if name not in LIMITS}
         prompt = body["prompt"]
         tokens = [300 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
         sampling = Sampling(
@@ -280,11 +347,16 @@ class Upstream:
             logprobs=max(1, body.get("logprobs", 0)),
             **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
         )
-        scheduler = Scheduler(EngineShape(model=self.model + self.weights, context_tokens=self.context))
+        scheduler = Scheduler(EngineShape(model=self.weights_of(body), context_tokens=self.context))
         # A server cannot distinguish a prompt from replayed tokens; this double must know them for penalties.
         scheduler.submit(1, Generate(1, "r", tokens, body.get("prompt_tokens", len(tokens)), sampling))
         while not scheduler.plan().idle:
             yield from (chunk for _, chunk in scheduler.step())
+
+    def weights_of(self, body: dict[str, Any]) -> str:
+        """Return the name of the weights that answer a request: those of the model, or also of an adapter."""
+        named = body.get("lora_path", self.model) if self.sglang else body["model"]
+        return self.model + self.weights + (named if named in self.adapters else "")
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], answer: list[Chunk]

@@ -1,20 +1,22 @@
 """A client's request with its answers (one per prompt and choice), and the response built from them."""
 
 import asyncio
-import time
+import hashlib
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache
 
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
-from controller.frontend.openai import writers
-from controller.frontend.openai.choice import Choice, ResponseWriter
-from controller.frontend.openai.output_formats import OutputFormats, is_parsed, parser_of
-from controller.frontend.openai.parsed_writers import ParsedBufferedWriter, ParsedStreamingWriter
+from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.formats import AnswerFormat, ChatFormat, WholeResponse
+from controller.frontend.openai.messages.events import MessagesFormat
+from controller.frontend.openai.output_formats import OutputFormats
+from controller.frontend.openai.proxied import ProxiedFormat
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
-from controller.frontend.openai.sse import DONE, SseStream
+from controller.frontend.openai.responses.events import ResponsesFormat
+from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.state import GenerationRequest
@@ -25,8 +27,19 @@ from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
+FINGERPRINT_CHARS = 10
+FINGERPRINTS_KEPT = 1024
 # maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
 ECHOED_LOGPROBS_MAX = 100_000
+
+FORMATS: dict[str, type[AnswerFormat]] = {
+    "chat": ChatFormat,
+    "completions": ChatFormat,
+    "messages": MessagesFormat,
+    "proxied": ProxiedFormat,
+    "responses": ResponsesFormat,
+}
+"""By API: the format of its responses."""
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
@@ -40,6 +53,9 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     tokens: Tokens  # the tokenizer of these workers
     formats: OutputFormats  # the formats of the model's reasoning and tool calls
     constraint: Constraint | None  # the request's constraint as a grammar, if it has one
+    bad_words: list[
+        list[int]
+    ]  # the request's bad words as tokens; empty if an external server tokenizes them
     serial: int  # serial number in this frontend, which seeds sampling if the client sets no seed
     # deadline of the first token by the frontend's monotonic clock; None without admission by deadlines
     first_token_by: float | None = None
@@ -49,12 +65,12 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
         """Whether an answer gets the same tokens if another healthy worker continues it.
 
         An external server that continues an answer receives the tokens so far as a part of the prompt. The server
-        restarts its random numbers, and applies presence and frequency penalties only to the tokens that it generates
-        itself. So this is false for external servers, unless sampling is greedy and without these penalties.
+        restarts its random numbers. It applies presence and frequency penalties, and bad words, only to the tokens
+        that it generates itself. So this is false for external servers, unless sampling is greedy and without these.
         """
         asked = self.call.parsed.sampling
-        greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
-        return greedy or self.group.engine != "openai"
+        counts = asked.presence_penalty or asked.frequency_penalty or asked.bad_words
+        return (asked.temperature == 0 and not counts) or self.group.engine != "openai"
 
     def grammar(self, prompt: str) -> AnswerGrammar | None:
         """Return the grammar that constrains an answer to this prompt, or None if there is none."""
@@ -78,7 +94,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
         contradict each other.
         """
         parsed, external = self.call.parsed, self.group.engine == "openai"
-        asked = parsed.sampling
+        asked, of_prompt = parsed.sampling, parsed.logprobs_of_prompt
         given = None if external else self.tokens.defaults
         defaults = {name: given[name] for name in asked.unset if name in given} if given else {}
         seed = asked.seed
@@ -91,9 +107,12 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
             asked,
             max_tokens=answer_tokens(parsed, prompt_tokens, self.group),
             seed=seed,
-            logprobs=0 if parsed.logprobs is None else max(1, parsed.logprobs),
-            prompt_logprobs=parsed.logprobs if parsed.echo else None,
+            # the logprobs of a prompt arrive together with those of the first token
+            logprobs=0 if parsed.logprobs is of_prompt is None else max(1, parsed.logprobs or 0),
+            prompt_logprobs=of_prompt,
             unset=asked.unset if external else [],
+            bad_words=asked.bad_words if external else [],
+            bad_word_tokens=self.bad_words,
             **defaults,
         )
 
@@ -111,17 +130,17 @@ class Completion:
         request exceeds the context.
         """
         call = admitted.call
-        self._parsed = parsed = call.parsed
-        created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        self._formats = admitted.formats
-        special = parsed.special or is_parsed(parsed, admitted.formats)
-        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created, special)
+        parsed = call.parsed
+        fingerprint = system_fingerprint(parsed.model, *admitted.lineage)
+        self.format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream, fingerprint)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
         forbidden = "n_over_1" if parsed.n > 1 else ""
         if parsed.guided and admitted.constraint is None:
             forbidden = forbidden or "guided_decoding"
+        if parsed.proxied is not None:
+            forbidden = "proxied"
         for prompt, text, names in admitted.prompts:
             for choice in range(parsed.n):
                 request = GenerationRequest(
@@ -140,31 +159,17 @@ class Completion:
                     arrived=call.arrived,
                     first_token_by=admitted.first_token_by,
                     cache_salt=parsed.cache_salt,
+                    proxied=parsed.proxied,
+                    adapter=parsed.adapter,
                     overrides=call.head.overrides,
                     traceparent=call.head.trace,
                 )
                 accepted: list[int] = []
-                writer = self._writer(prompt, text, accepted)
+                writer = self.format.writer(len(self.answers), prompt, text, accepted)
                 self.answers.append(Choice(request, writer, migration_limit, forbidden, accepted))
         self._left = len(self.answers)
         if stream is not None:
             stream.answers = self.answers
-
-    def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
-        """Return the writer of the next answer. `accepted` is the growing list of this answer's tokens."""
-        format, parsed, context = self._format, self._parsed, writers.PLAIN
-        if parsed.detailed:
-            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
-            context = writers.AnswerContext(prompt, echoed, accepted, parsed.echoes_logprobs)
-        index = len(self.answers)
-        if is_parsed(parsed, self._formats):
-            parser = partial(parser_of, parsed, self._formats, text, f"{format.request}-{index}")
-            if self.stream is None:
-                return ParsedBufferedWriter(format, context, parser)
-            return ParsedStreamingWriter(format, self.stream, index, context, parser())
-        if self.stream is None:
-            return writers.BufferedWriter(format, context)
-        return writers.StreamingWriter(format, self.stream, index, context)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -187,34 +192,19 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(writers.event(error.body()))
+            stream.end(self.format.failed(error, self.answers))
         else:
-            if self._parsed.include_usage:
-                stream.parts.append(self._format.total(self.usage()))
-            stream.end(DONE)
+            stream.end(self.format.last(self.answers))
 
-    def usage(self) -> dict[str, object]:
-        """Return the token usage: the prompt tokens, and the accepted tokens of all answers, over all attempts."""
-        # plain loops, because generators take four times as long
-        made = read = cached = 0
-        for answer in self.answers:
-            made += len(answer.accepted)
-        # choices of one prompt share its tokens, so each prompt is counted once
-        for answer in self.answers[:: self._parsed.n]:
-            read += len(answer.request.prompt)
-            cached += answer.cached_tokens or 0
-        total = writers.usage(read, 0 if self._parsed.silent else made)
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
+    def whole(self) -> WholeResponse:
+        """Return the response to a request that is not streamed."""
+        return self.format.whole(self.answers)
 
-    def body(self) -> dict[str, object]:
-        """Return the response body of a request that is not streamed."""
-        parts = enumerate(answer.writer for answer in self.answers)
-        choices = [part.choice(index) for index, part in parts if isinstance(part, writers.BufferedWriter)]
-        name = "chat.completion" if self._parsed.chat else "text_completion"
-        whole = self._format.response(name, choices) | {"usage": self.usage()}
-        if self._parsed.chat and self._parsed.token_ids:
-            whole["prompt_token_ids"] = self.answers[0].request.prompt
-        return whole
+
+@lru_cache(FINGERPRINTS_KEPT)
+def system_fingerprint(model: str, revision: str, tokenizer: str) -> str:
+    """Return the `system_fingerprint` of a model: it changes with the model's revision and its tokenizer."""
+    return f"fp_{hashlib.sha256(repr((model, revision, tokenizer)).encode()).hexdigest()[:FINGERPRINT_CHARS]}"
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:
@@ -233,19 +223,24 @@ def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGrou
     if wanted > room:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"
         raise invalid(message, "max_tokens", "context_length_exceeded")
-    each = (parsed.logprobs or 0) + 1
-    if parsed.echoes_logprobs and prompt_tokens * each > ECHOED_LOGPROBS_MAX:
-        why = f"{prompt_tokens} prompt tokens with {each} each are more than {ECHOED_LOGPROBS_MAX}"
-        raise invalid(f"logprobs: with echo, {why}", "logprobs")
+    of_prompt = parsed.logprobs_of_prompt
+    if of_prompt is not None and prompt_tokens * (of_prompt + 1) > ECHOED_LOGPROBS_MAX:
+        why = f"{prompt_tokens} prompt tokens with {of_prompt + 1} each are more than {ECHOED_LOGPROBS_MAX}"
+        field = "logprobs" if of_prompt == parsed.logprobs and parsed.echo else "prompt_logprobs"
+        raise invalid(f"{field}: {why}", field)
     least = parsed.sampling.min_tokens
     if least > wanted:
         raise invalid(f"min_tokens {least} is more than max_tokens {wanted}", "min_tokens")
     # at least one token must be generated, because the prompt's logprobs arrive with a token
-    return max(1, wanted) if parsed.echoes_logprobs else wanted
+    return wanted if of_prompt is None else max(1, wanted)
 
 
 def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
     """Raise ApiError (400) if the workers do not support an option of the request: logprobs or token ids."""
-    for name, wanted in (("logprobs", parsed.logprobs is not None), ("return_token_ids", parsed.token_ids)):
+    for name, wanted in (
+        ("logprobs", parsed.logprobs is not None),
+        ("prompt_logprobs", parsed.prompt_logprobs is not None),
+        ("return_token_ids", parsed.token_ids),
+    ):
         if wanted and group.text_only:
             raise unsupported(name, "this model's servers return text only")

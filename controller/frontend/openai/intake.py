@@ -13,7 +13,7 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import structlog
 from aiohttp import StreamReader, web
@@ -21,7 +21,9 @@ from aiohttp import StreamReader, web
 from controller.frontend.errors import ApiError, invalid, too_long, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
-from controller.frontend.openai.request_parser import ParsedRequest, bad_json, parse_body
+from controller.frontend.openai.request_kinds import parse_body
+from controller.frontend.openai.request_models import TEXT_CHARS_MAX
+from controller.frontend.openai.request_parser import ParsedRequest, bad_json
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.long_texts import RETRY_AFTER_S, LongTexts
 from controller.frontend.openai.text.tokenizer import Tokens
@@ -41,6 +43,7 @@ CHEAP_BYTES = 2**19
 CHEAP_TEXTS = 2**12
 CHEAP_NESTED = 2**10
 CHEAP_VALUES = 2**15
+TRUNCATED_CHARS_PER_TOKEN = 8  # of the context, in a text of which only the last tokens are used
 HUGE_BYTES = 4 * MIB  # size of a body from which a separate process parses it
 COMMAND = (sys.executable, "-m", "controller.frontend.openai.parse_process")
 
@@ -107,6 +110,13 @@ class BodyScan:
         return ""
 
 
+class ReceivedBody(NamedTuple):
+    """A decompressed body, with the counts of its scan. They are zero if the body was not scanned while it arrived."""
+
+    body: bytes
+    scan: BodyScan | None  # None: not scanned, because the body is small
+
+
 class DecompressedTooLarge(Exception):
     """The decompressed body exceeds its limit."""
 
@@ -128,8 +138,21 @@ class Intake:
         Raise ApiError: 400 if the body is invalid or has too many values, 408 if it has not arrived after `body_s`,
         413 if it is larger than the request's `client_max_size`, 503 if another limit is exceeded.
         """
+        return await self.parse(kind, await self.receive(given))
+
+    async def receive(self, given: bytes | web.BaseRequest, *, json: bool = True) -> ReceivedBody:
+        """Return the body of a request. `json` states that its values are counted while it arrives.
+
+        Raise ApiError as `parsed` does, except for invalid values.
+        """
         scan = BodyScan(self._limits)
-        body = given if isinstance(given, bytes) else await self._received(given, scan)
+        if isinstance(given, bytes):
+            return ReceivedBody(given, scan)
+        return ReceivedBody(await self._received(given, scan if json else None), scan)
+
+    async def parse(self, kind: str, received: ReceivedBody) -> Any:
+        """Return a parsed body. `kind` selects the parser (`parse_body`). Raise ApiError as `parsed` does."""
+        body, scan = received.body, received.scan or BodyScan(self._limits)
         # the body was not scanned while it arrived
         if scan.size != len(body) and len(body) > UNSCANNED_BYTES:
             await self.scan(scan, body)
@@ -148,8 +171,8 @@ class Intake:
             if at and at % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
 
-    async def _received(self, request: web.BaseRequest, scan: BodyScan) -> bytes:
-        """Return a request's decompressed body. An uncompressed body that arrives in pieces is scanned while it arrives."""
+    async def _received(self, request: web.BaseRequest, scan: BodyScan | None) -> bytes:
+        """Return a request's decompressed body. `scan` scans an uncompressed body that arrives in pieces meanwhile."""
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # otherwise curl waits a second
         most = request.client_max_size
@@ -261,14 +284,20 @@ async def read_prompts(
     length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is invalid, 503 if too much text waits
     to be tokenized. Raise BadTemplate if the chat template refuses the messages.
     """
-    bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
-    if bias and (highest := max(bias)) >= tokens.size:
-        raise invalid(f"logit_bias: the token {highest} is not below {tokens.size}", "logit_bias")
-    prompts = [_rendered(parsed, tokens.template)] if chat else parsed.prompts or []
-    if parsed.truncate is None:
-        for prompt in prompts:
-            if isinstance(prompt, str):
+    sampling, chat = parsed.sampling, parsed.messages is not None
+    for name, named in (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+    ):
+        if named and (highest := max(named)) >= tokens.size:
+            raise invalid(f"{name}: the token {highest} is not below {tokens.size}", name)
+    prompts = [rendered(parsed, tokens.template)] if chat else parsed.prompts or []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if parsed.truncate is None:
                 _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
+            else:
+                _check_truncated(prompt, context, intake)
     # A request with a cache salt does not share cached text, because its tokenization time would reveal whether the
     # text was seen before.
     shared, threads, out = not parsed.cache_salt, intake.long_texts, []
@@ -282,12 +311,13 @@ async def read_prompts(
         else:
             given = prompt if parsed.truncate is None else _truncated(prompt, parsed, context)
             out.append((_token_ids(given, tokens.size, context), ""))
-    if not chat and not all(prompt for prompt, _ in out):
-        raise invalid("prompt must not be empty", "prompt")
+    if not all(prompt for prompt, _ in out):
+        name = "prompt" if parsed.truncate is None else "truncate_prompt_tokens"
+        raise invalid(f"{name}: the prompt has no tokens", "messages" if chat and name == "prompt" else name)
     return out
 
 
-def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
+def rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
     """Return a chat as a prompt, rendered by the model's chat template.
 
     Raise ApiError (400) if the model has no template. Raise BadTemplate if the template refuses the messages.
@@ -308,6 +338,18 @@ def _truncated(prompt: list[int], parsed: ParsedRequest, context: int) -> list[i
     if most < 0:
         most = context - (parsed.max_tokens or 1)
     return prompt[-most:] if most > 0 else []
+
+
+def _check_truncated(text: str, context: int, intake: Intake) -> None:
+    """Raise ApiError (400) if a text is too long to be tokenized as a whole, only to use its last tokens.
+
+    The tail alone could have other tokens, because a token depends on the text before it.
+    """
+    most = max(TEXT_CHARS_MAX, TRUNCATED_CHARS_PER_TOKEN * context)
+    if len(text) > most:
+        intake.bounds.count("text_length")
+        why = f"a text that is truncated may have {most} characters, not {len(text)}"
+        raise invalid(f"truncate_prompt_tokens: {why}", "truncate_prompt_tokens")
 
 
 def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:

@@ -5,7 +5,7 @@ clients send fields that are meant for other servers. Known but unsupported fiel
 refused (`request_models.py` has the tables).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -16,9 +16,10 @@ from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.openai import request_models as models
 from events.grammar.constraint import NO_PARAMETERS, schema_of_required_tools
 from events.grammar.refusals import GrammarRefused
-from events.wire import Sampling
+from events.wire import ProxiedRequest, Sampling
 
 B = TypeVar("B", bound=BaseModel)
+Api = Literal["chat", "completions", "messages", "responses", "proxied"]
 ToolChoice = Literal["auto", "required", "named"]
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -31,7 +32,9 @@ _PLAIN_UNSET = {
     (True, True): [*DEFAULTED[2:]],
 }
 """The unset fields of a plain chat, by whether it has a temperature and a top_p. A table, because it is read per request."""
-SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
+SAMPLING = {
+    *DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+}  # fmt: skip
 """Fields that have the same name and meaning in a request body and in `Sampling`."""
 
 
@@ -44,12 +47,26 @@ class ToolUse(Struct, frozen=True):
     parallel: bool = True  # whether an answer may have several calls
 
 
-class ParsedRequest(Struct, kw_only=True, frozen=True):
-    """A parsed chat or completion request, in one form for both endpoints."""
+class ResponseOptions(Struct, frozen=True):
+    """What a request of the Responses API states about its response."""
 
-    chat: bool
+    shown: models.Json  # the fields of the request that the response repeats
+    previous: str = ""  # id of the stored response that this one continues; empty if there is none
+    store: bool = True  # whether the response is kept for later requests
+    instructed: bool = False  # whether the first message consists of the request's instructions
+    id: str = ""  # of the response
+    owner: str = ""  # name of the client's API key; empty without API keys
+
+
+class ParsedRequest(Struct, kw_only=True, frozen=True):
+    """A parsed request for an answer, in one form for all APIs."""
+
+    api: Api = "chat"
     model: str
-    called: str = ""  # the alias in the client's request; empty if the request names the model itself
+    # the LoRA adapter that the request names instead of a model; `model` is the adapter's model
+    adapter: str = ""
+    # the adapter or alias in the client's request; empty if the request names the model itself
+    called: str = ""
     stream: bool
     include_usage: bool  # include the usage in the last event of a stream
     n: int = 1
@@ -61,6 +78,9 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     include_stop: bool = False  # keep the stop string at the end of the answer
     truncate: int | None = None  # tokens of the prompt that are used; -1: as many as fit
     logprobs: int | None = None  # number of top tokens shown; None if no logprobs are requested
+    prompt_logprobs: int | None = (
+        None  # number of top tokens with each token of the prompt; None if not requested
+    )
     logprobs_by_id: bool = False  # whether tokens in logprobs are named by their ids
     # rarely used options that add details to an answer's text
     echo: bool = False  # return the prompt before the text
@@ -74,22 +94,41 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     messages: list[models.Json] | None = None  # of a chat
     continues: bool = False  # whether the answer continues the last message
     template_extra: models.Json | None = None  # variables for the chat template
-    template_reads: str = (
-        ""  # a field that has no effect unless the chat template reads it; empty if there is none
-    )
+    # by field: the variables of which the chat template must read one, because otherwise the field has no effect
+    template_reads: dict[str, tuple[str, ...]] = {}
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
     user: str = ""  # the end user, as named in the body
+    response: ResponseOptions | None = None  # of the Responses API
+    # the HTTP request to pass on to a server unchanged; None: this frontend builds the prompt
+    proxied: ProxiedRequest | None = None
+
+    @property
+    def chat(self) -> bool:
+        """Whether this frontend builds the prompt from a conversation."""
+        return self.api not in ("completions", "proxied")
+
+    @property
+    def served(self) -> str:
+        """The name of the adapter or, without one, of the model: see `EndpointTable`."""
+        return self.adapter or self.model
 
     @property
     def detailed(self) -> bool:
-        """Whether answers contain an echo of the prompt, token ids, or the token usage in each event."""
-        return self.echo or self.token_ids or self.continuous_usage
+        """Whether answers contain the prompt or its logprobs, token ids, or the token usage in each event."""
+        return self.echo or self.token_ids or self.continuous_usage or self.prompt_logprobs is not None
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the logprobs of the prompt are requested too."""
+        """Whether the echo contains the logprobs of the prompt."""
         return self.echo and self.logprobs is not None
+
+    @property
+    def logprobs_of_prompt(self) -> int | None:
+        """Number of top tokens that are needed with each token of the prompt; None if no logprobs of it are needed."""
+        if self.echoes_logprobs:
+            return max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
     @property
     def silent(self) -> bool:
@@ -126,11 +165,6 @@ FORMS = ("text", "json_object", "json_schema")
 _plain = msgspec.json.Decoder(models.PlainChat)
 
 
-def parse_body(kind: str, body: bytes) -> Any:
-    """Parse a body of this kind (a key of KINDS). If a field is invalid, raise ApiError (400) that names the field."""
-    return read_chat(body) if kind == "chat_completions" else KINDS[kind][0](read_json(body))
-
-
 def read_chat(body: bytes) -> ParsedRequest:
     """Parse a chat body. If a field is invalid, raise ApiError (400) that names the field."""
     plain = plain_chat(body)
@@ -157,6 +191,8 @@ def parse_any_chat(data: object) -> ParsedRequest:
     extra = dict(body.chat_template_kwargs or {})
     if body.tools:
         extra.setdefault("tools", [tool.model_dump(exclude_unset=True) for tool in body.tools])
+        if body.tool_choice is not None:
+            extra.setdefault("tool_choice", body.tool_choice)
     if body.documents:
         extra.setdefault("documents", body.documents)
     if body.add_generation_prompt is not None:
@@ -167,7 +203,6 @@ def parse_any_chat(data: object) -> ParsedRequest:
     return _parsed(
         body,
         unknown,
-        chat=True,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         tool_use=tool_use,
@@ -175,7 +210,7 @@ def parse_any_chat(data: object) -> ParsedRequest:
         messages=[plain_message(place, message) for place, message in enumerate(body.messages)],
         continues=bool(body.continue_final_message),
         template_extra=extra or None,
-        template_reads="" if body.reasoning_effort is None else "reasoning_effort",
+        template_reads={} if body.reasoning_effort is None else {"reasoning_effort": ("reasoning_effort",)},
     )
 
 
@@ -218,7 +253,7 @@ def parse_completion(data: object) -> ParsedRequest:
     parsed = _parsed(
         body,
         unknown,
-        chat=False,
+        api="completions",
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompts=prompts,
@@ -232,7 +267,6 @@ def parse_completion(data: object) -> ParsedRequest:
 def _from_plain(chat: models.PlainChat) -> ParsedRequest:
     options = chat.stream_options
     return ParsedRequest(
-        chat=True,
         model=chat.model,
         stream=chat.stream,
         include_usage=options is not None and options.include_usage,
@@ -255,6 +289,8 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
     `own` contains the fields of the result in which chats and completions differ.
     """
     options = body.stream_options or models.StreamOptions()
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs: not with stream: true", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
     if options.continuous_usage_stats and not options.include_usage:
@@ -273,6 +309,7 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
         stop=_stops(body.stop),
         include_stop=body.include_stop_str_in_output,
         truncate=body.truncate_prompt_tokens,
+        prompt_logprobs=body.prompt_logprobs,
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
         special=body.skip_special_tokens is False,
@@ -428,16 +465,6 @@ def parse_detokenize(data: object) -> DetokenizeRequest:
     return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
 
 
-KINDS: dict[str, tuple[Callable[[object], object], type]] = {
-    "chat_completions": (parse_any_chat, ParsedRequest),
-    "completions": (parse_completion, ParsedRequest),
-    "tokenize": (parse_tokenize, TokenizeRequest),
-    "detokenize": (parse_detokenize, DetokenizeRequest),
-    "json": (lambda data: data, object),
-}
-"""By kind of body: the parser of the decoded body, and the type of its result."""
-
-
 def validated(model: type[B], data: object) -> B:
     """Validate a decoded body with this model. If a field is invalid, raise ApiError (400) that names the field."""
     if not isinstance(data, dict):
@@ -459,8 +486,10 @@ def _is_type(step: int | str) -> bool:
     return isinstance(step, str) and (step in ("str", "int") or "[" in step)
 
 
-def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tuple[str, ...]:
-    """Return the names of the unknown fields in `extra`: those that are neither refused nor ignored.
+def refuse(
+    extra: Mapping[str, object] | None, refused: models.Harmless, ignored: Container[str] = models.IGNORED
+) -> tuple[str, ...]:
+    """Return the names of the unknown fields in `extra`: those that are neither in `refused` nor in `ignored`.
 
     `refused` maps each refused field to its harmless values, which change nothing. Raise ApiError (400) for the first
     refused field in `extra` with any other value.
@@ -469,7 +498,7 @@ def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tupl
     for name, value in given.items():
         if name in refused and value not in refused[name]:
             raise unsupported(name)
-    return tuple(name for name in given if name not in refused and name not in models.IGNORED)
+    return tuple(name for name in given if name not in refused and name not in ignored)
 
 
 def bad_json(why: str) -> ApiError:

@@ -49,6 +49,7 @@ from workers.engines.engine import (
     Stopped,
     discard_events,
     discard_output,
+    lacks_adapter,
 )
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.exchange import Exchange, UpstreamKey
@@ -147,7 +148,8 @@ class OpenAIEngine:
         self._limit = change.requests_max
         self._set_runs()
         if self._upstream is not None:
-            self._upstream.use_route(change.route)
+            route = self._upstream.route
+            route.use(change.route)
         if self._exchange is not None:
             self._exchange.use_key_file(change.key_file)
 
@@ -179,6 +181,10 @@ class OpenAIEngine:
             return f"overloaded: the upstream takes no new requests for {closed_s:.1f} s"
         if overload := self._requests.overload(canary=request.canary):
             return overload
+        if error := lacks_adapter(request, self.identity.adapters):
+            return error
+        if request.proxied is not None:
+            return None
         if not request.tokens and not request.prompt_text:
             return "invalid_request: the prompt is empty"
         if not self._abilities.token_prompts and not prompt_text(request):
@@ -193,6 +199,11 @@ class OpenAIEngine:
 
         `handle` locates the KV cache of a request that arrives from another server. It is None for all other requests.
         """
+        if request.proxied is not None:
+            self._requests.begin(
+                key, request, asyncio.ensure_future(self._serve(key, request, None)), movable=False
+            )
+            return
         # real servers reject a request with a larger `max_tokens`, instead of stopping at the end of the context
         most = min(request.sampling.max_tokens, self.identity.context_tokens - len(request.tokens))
         if most <= 0:
@@ -202,7 +213,7 @@ class OpenAIEngine:
         request = msgspec.structs.replace(self._epochs.salted(request), sampling=sampling)
         salted = request.cache_salt or request.canary
         if self._account is not None and self._abilities.extensions and salted:
-            self._account.salted(request.tokens)
+            self._account.salted(request)
         task = asyncio.ensure_future(self._serve(key, request, handle))
         movable = self._abilities.handles and not request.canary
         self._requests.begin(key, request, task, movable=movable)
@@ -347,12 +358,16 @@ class OpenAIEngine:
     async def check(self) -> None:
         """Raise EngineDead if the upstream is unhealthy, and EngineChanged if the upstream's identity has changed.
 
+        Also update the adapters of the engine's identity.
+
         An upstream is unhealthy if it refuses several health checks in a row. It is also unhealthy if for `silent_s` seconds (a
         setting) it neither answers health checks nor sends tokens.
         """
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
             raise EngineChanged(f"the server {self._settings.url} has changed: {self._watch.changed}")
+        if self._watch is not None and self._watch.adapters != self.identity.adapters:
+            self.identity = replace(self.identity, adapters=self._watch.adapters)
         began, health = time.monotonic(), self._health
         answer = await self._upstream.healthy(ANSWER_S_MAX)
         if self._watch is not None and (answer.trouble or health.troubled):

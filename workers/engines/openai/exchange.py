@@ -19,18 +19,25 @@ from events.grammar.ebnf import parse_ebnf
 from events.grammar.printer import to_gbnf
 from events.grammar.refusals import GrammarRefused
 from events.process.key_file import read_key
-from events.refusal import unsupported
-from events.wire import Chunk, Generate, Logprob
+from events.refusal import RequestRefusal, unsupported
+from events.wire import Chunk, Generate, Logprob, ProxiedRequest
+from workers.engines.engine import lacks_adapter
 from workers.engines.openai.capabilities import Abilities
+from workers.engines.openai.field_probes import FieldProbes, TokenLimitProbes
 from workers.engines.openai.identity_watch import IdentityWatch
+from workers.engines.openai.pooling import CANARIES, as_answer
+from workers.engines.openai.proxy import pieces
 from workers.engines.openai.read_pace import ReadPace
-from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite
+from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite, is_client_error
 from workers.engines.openai.upstream import (
+    COMPLETIONS,
+    PROBE_S_MAX,
     UNAUTHORIZED,
     Handle,
     Upstream,
     UpstreamUnavailable,
     hidden,
+    prompt_text,
     refusal,
     refusal_in,
 )
@@ -41,6 +48,8 @@ OVERLOADED = "overloaded"
 LOGPROBS_BYTES_MAX = 32 * 1024 * 1024
 KEY_EVERY_S = 1.0  # between two reads of the key's file
 KEY_READ_S_MAX = 2.0  # a file system that hangs must not delay requests
+NOT_SERVED = (404, 405, 501)  # statuses of a server that does not have the path of a proxied request
+UNLOADED = (400, 404)  # statuses for an adapter that the server does not have (SGLang, vLLM)
 STRANGE = (*UNAUTHORIZED, 404)  # statuses which suggest that another server has replaced the upstream
 
 log = structlog.get_logger(__name__)
@@ -68,24 +77,6 @@ CONTRADICTIONS: dict[Style, JsonObject] = {
     "ebnf": {"ebnf": GRAMMAR, "regex": WORD},
     "gbnf": {"grammar": GRAMMAR, "json_schema": SCHEMA["schema"]},
 }
-REPEAT_S_MIN = 10.0
-REPEAT_S_MAX = 900.0
-
-
-@dataclass(slots=True)
-class Failed:
-    """A failed probe of a request field that `Constraints` may use, and the time at which to repeat the probe."""
-
-    again_at: float  # time of the repetition; loop seconds
-    wait_s: float  # seconds between the failure and the repetition
-
-
-@dataclass(frozen=True, slots=True)
-class Obeyed:
-    """A successful probe of a request field that `Constraints` may use, and the limits of its validity."""
-
-    until: float  # time of its expiry; loop seconds
-    doubts: int  # the upstream's doubt count at the probe; the probe is invalid when the count has changed
 
 
 @dataclass(eq=False)
@@ -102,18 +93,11 @@ class Constraints:
     contradictory constraint. If the server rejects the contradiction, it has read the field, which counts as obeying. vLLM
     rejects a contradiction before the request reaches the engine. A grammar that does not compile is not used as the
     contradiction, because such a grammar terminates the engine of some vLLM versions.
-
-    A failed probe is repeated after 10 s at the earliest. With each further failure, this time doubles, up to 15 min. The result
-    of a successful probe is valid for 15 min. It becomes invalid earlier after a 401, 403, 404 or a broken connection, because
-    another server may have replaced the upstream.
     """
 
     # returns the text of a short completion with the given fields, or None if the server rejects them
     complete: Callable[[JsonObject], Awaitable[str | None]]
-    doubts: Callable[[], int] = lambda: 0  # returns how often the upstream has behaved like another server
-    _obeyed: dict[Style, Obeyed] = field(default_factory=dict)
-    _failed: dict[Style, Failed] = field(default_factory=dict)
-    _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    probes: FieldProbes = field(default_factory=FieldProbes)
 
     async def translate(self, guided: JsonObject, fallback: JsonObject | None = None) -> JsonObject:
         """Translate a constraint into a request field that the server obeys.
@@ -144,21 +128,7 @@ class Constraints:
         raise Fault(unsupported(field, "this model's server does not constrain its answers by it").error)
 
     async def _obeys(self, style: Style) -> bool:
-        async with self._probing:
-            now, failed = asyncio.get_running_loop().time(), self._failed.get(style)
-            obeyed, doubts = self._obeyed.get(style), self.doubts()
-            if obeyed is not None and now < obeyed.until and doubts == obeyed.doubts:
-                return True
-            if failed is not None and now < failed.again_at:
-                return False
-            if await self._probe(style):
-                self._obeyed[style] = Obeyed(now + REPEAT_S_MAX, doubts)
-                self._failed.pop(style, None)
-                return True
-            self._obeyed.pop(style, None)
-            wait_s = REPEAT_S_MIN if failed is None else min(2 * failed.wait_s, REPEAT_S_MAX)
-            self._failed[style] = Failed(now + wait_s, wait_s)
-            return False
+        return await self.probes.obeys(style, partial(self._probe, style))
 
     async def _probe(self, style: Style) -> bool:
         """Return whether the server obeys a constraint in the field `style`, or rejects a contradictory one.
@@ -257,7 +227,9 @@ class Exchange:
 
     def __post_init__(self) -> None:
         completed = partial(self.upstream.completed_text, self.abilities)
-        self._constraints = Constraints(completed, lambda: self.identity.doubts)
+        probes = FieldProbes(lambda: self.identity.doubts)
+        self._constraints = Constraints(completed, probes)
+        self._limits = TokenLimitProbes(self.upstream, self.abilities, probes)
 
     def use_key_file(self, file: Path | None) -> None:
         """Read the API key from this file from now on. None: send no key."""
@@ -283,34 +255,93 @@ class Exchange:
         Return the error if the upstream refuses the request or cannot serve it. Otherwise, return None. If the connection breaks,
         pass an error chunk to `emit` and return None.
         """
-        reading = UpstreamStream(request, self.abilities.ids_for(request))
         try:
-            if request.guided is not None:
-                guided = await self._constraints.translate(request.guided, request.guided_fallback)
-                request = msgspec.structs.replace(request, guided=guided)
-            before = await prompt_logprobs(self.upstream, self.abilities, request)
-            async with self.upstream.complete(self.abilities, request, handle) as response:
-                if response.status != 200:
-                    return await self._refused(response, canary=request.canary)
-                async for data in response.content.iter_any():
-                    chunks = reading.feed(data)
-                    self._emit(emit, put_before(chunks, before))
-                    if reading.over:
-                        return None
-                    if wait_s := self.pace.take(len(data), len(chunks)):
-                        await asyncio.sleep(wait_s)
-                self._emit(emit, reading.end())
+            if request.proxied is not None:
+                return await self._pass_on(request, request.proxied, emit)
+            return await self._complete(request, handle, emit)
         except Fault as fault:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = self.upstream.tls_trouble(error) or str(error) or type(error).__name__
+            route = self.upstream.route
+            words = route.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:
             log.exception("request_failed")
             emit([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         return None
+
+    async def _complete(self, request: Generate, handle: Handle | None, emit: Emit) -> str | None:
+        """Request a completion. Return the upstream's refusal as an error, or None once the answer has ended."""
+        if self.abilities.pooling:
+            return await self._pooled(request, emit)
+        reading = UpstreamStream(request, self.abilities.ids_for(request))
+        if request.guided is not None:
+            guided = await self._constraints.translate(request.guided, request.guided_fallback)
+            request = msgspec.structs.replace(request, guided=guided)
+        await self._limits.check(request.sampling)
+        before = await prompt_logprobs(self.upstream, self.abilities, request)
+        async with self.upstream.complete(self.abilities, request, handle) as response:
+            if response.status != 200:
+                gone = await self._adapter_gone(request, response.status)
+                return gone or await self._refused(response, canary=request.canary)
+            async for data in response.content.iter_any():
+                chunks = reading.feed(data)
+                self._emit(emit, put_before(chunks, before))
+                if reading.over:
+                    return None
+                if wait_s := self.pace.take(len(data), len(chunks)):
+                    await asyncio.sleep(wait_s)
+            self._emit(emit, reading.end())
+        return None
+
+    async def _pooled(self, request: Generate, emit: Emit) -> str | None:
+        """Answer a canary with the numbers that a server without tokens computes. Return the error of another request."""
+        path = self.abilities.pooling
+        if not request.canary:
+            return RequestRefusal(f"this model's server does not serve {COMPLETIONS}", 404).error
+        fields = CANARIES[path](self.abilities.model, prompt_text(request))
+        status, body = await self.upstream.post(path, fields, PROBE_S_MAX)
+        if status != 200:
+            return refusal_in(body, status, canary=True)
+        self._emit(emit, as_answer(body, request.sampling.max_tokens))
+        return None
+
+    async def _pass_on(self, request: Generate, proxied: ProxiedRequest, emit: Emit) -> str | None:
+        """Pass a client's HTTP request on. Return the upstream's refusal as an error, or None once the response has ended.
+
+        Client errors are part of the response. If the upstream does not serve the path, the refusal says so.
+        """
+        async with self.upstream.proxy(self.abilities, request, proxied) as response:
+            status = response.status
+            if gone := await self._adapter_gone(request, status):
+                return gone
+            if status >= 400 and not is_client_error(status):
+                error = await self._refused(response, canary=False)
+                if status in NOT_SERVED and not error.startswith("not_serving"):
+                    why = f"this model's server does not serve {proxied.path}"
+                    return RequestRefusal(why, 404).error
+                return error
+            try:
+                async for chunk in pieces(proxied, response):
+                    emit([chunk])
+                    piece = chunk.proxied
+                    if (
+                        piece
+                        and proxied.streamed
+                        and (wait_s := self.pace.take(len(piece.body), piece.body.count(b"data:")))
+                    ):
+                        await asyncio.sleep(wait_s)
+            except Fault as fault:  # not returned, because a request with output must not be sent again
+                self._emit(emit, [Chunk(0, [], error=str(fault))])
+        return None
+
+    async def _adapter_gone(self, request: Generate, status: int) -> str:
+        """Return the error for a request that the upstream refuses because it has unloaded the adapter; otherwise empty."""
+        if not request.adapter or status not in UNLOADED or await self.identity.lists(request.adapter):
+            return ""
+        return lacks_adapter(request, self.identity.adapters)
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
         """Return the error in a response with an error status.
@@ -333,9 +364,10 @@ class Exchange:
 
 
 class RankedToken(msgspec.Struct):
-    """vLLM's record of one candidate token at one position of a prompt. Only the field that is used here is decoded."""
+    """vLLM's record of one candidate token at one position of a prompt. Only the fields that are used here are decoded."""
 
     logprob: float | None = None
+    rank: int | None = None
 
 
 class EchoedChoice(msgspec.Struct):
@@ -378,7 +410,7 @@ def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
         raise Fault(f"engine_error: the upstream's logprobs of a prompt cannot be read: {error}") from None
     if found is None:
-        raise Fault(unsupported("echo", "this model's server gives no logprobs of a prompt").error)
+        raise Fault(unsupported("prompt_logprobs", "this model's server gives no logprobs of a prompt").error)
     if len(found) != len(tokens):
         raise Fault(f"engine_error: of {len(tokens)} tokens the upstream gives the logprobs of {len(found)}")
     later = zip(tokens[1:], found[1:], strict=True)
@@ -389,7 +421,8 @@ def _position(token: int, ranked: dict[str, RankedToken], top: int) -> Logprob:
     values = {int(name): finite(one.logprob) for name, one in ranked.items() if name.isdigit()}
     if token not in values:
         raise Fault("engine_error: the upstream does not say how likely a token of the prompt is")
-    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top])
+    rank = ranked[str(token)].rank or 0
+    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top], max(0, rank))
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:

@@ -93,6 +93,8 @@ def identify(
         waiting_max=settings.waiting_max,
         server=server_address(settings.url),
         lineage=known.lineage,
+        paths=known.paths,
+        adapters=known.adapters,
     )
 
 

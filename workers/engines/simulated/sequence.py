@@ -24,12 +24,13 @@ from events import blocks
 from events.errors import UsageError
 from events.wire import Chunk, Generate, Logprob, Sampling
 from workers.engines.constrained import GrammarFollower
-from workers.engines.engine import seed_of, validate_request
+from workers.engines.engine import lacks_adapter, seed_of, validate_request
 from workers.engines.faults import EngineFaults
 from workers.engines.simulated import language
 from workers.engines.simulated.kv_cache import EvictorKind
 from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKEN_BYTES, VOCABULARY, Reasoning
 from workers.engines.simulated.tool_calls import call_constraint
+from workers.engines.token_limits import completing
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
@@ -66,6 +67,7 @@ class EngineShape:
     host_kv_blocks: int = 0  # blocks in the host memory tier, into which the device evicts; 0: no such tier
     disk_kv_blocks: int = 0  # blocks in the disk tier, into which the host tier evicts; 0: no such tier
     reasoning: Reasoning | None = None  # each answer begins with reasoning; None: without
+    adapters: tuple[str, ...] = ()  # names of its LoRA adapters; each changes the tokens of answers
     fatal: tuple[int, ...] = ()  # a prompt that contains these tokens in a row ends the process
 
     def __post_init__(self) -> None:
@@ -80,6 +82,10 @@ class EngineShape:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise BadShape(f"a watermark is at least 0 and below 1, not {self.watermark:g}")
+
+    def weights(self, adapter: str) -> str:
+        """Return the name of the weights that determine an answer's tokens: those of the model and of an adapter."""
+        return f"{self.model}\0{adapter}" if adapter else self.model
 
 
 class SimulatedSequence:
@@ -159,7 +165,7 @@ class SampledSequence(SimulatedSequence):
 
     __slots__ = (
         "banned", "counts", "digest", "ends", "ends_below", "follower", "full", "hash", "marks", "note", "plain", "quick",
-        "request", "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
+        "recent", "request", "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
     )  # fmt: skip
 
     def __init__(
@@ -176,7 +182,7 @@ class SampledSequence(SimulatedSequence):
         canary, priority = request.canary, request.priority
         super().__init__(key, prompt, end, length=len(tokens), canary=canary, priority=priority)
         self.request = request
-        self.use_hash(language.open_sequence(shape.model, tokens))
+        self.use_hash(language.open_sequence(shape.weights(request.adapter), tokens))
         # A KV cache that has arrived lacks the KV of the last token. So a block that ends with this token is not full yet.
         self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # full blocks at the start
         self.tail = [TOKEN_BYTES[token] for token in tokens[self.full * shape.block_tokens :]]
@@ -190,10 +196,12 @@ class SampledSequence(SimulatedSequence):
         self.follower = _follower(request, tokens)
         self.plain = _is_plain(sampling) and self.follower is None
         self.quick = False
-        self.salt = blocks.seed(namespace=request.cache_salt)
+        self.salt = blocks.seed(lora=request.adapter, namespace=request.cache_salt)
         self.seed = seed_of(request)
         # how often each token was generated so far, replayed tokens included; empty if the request has no penalties
         self.counts = Counter(tokens[request.prompt_tokens :] if penalises(sampling) else ())
+        # the tokens generated so far, replayed tokens included; empty if the request has no bad words
+        self.recent = list(tokens[request.prompt_tokens :] if sampling.bad_word_tokens else ())
 
     def use_hash(self, running: xxhash.xxh3_64) -> None:
         """Replace the running hash by `running`, which must include all tokens so far."""
@@ -224,6 +232,8 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
 
     The size of the KV cache is never the reason, because the cache holds at least one full context.
     """
+    if lacking := lacks_adapter(request, shape.adapters):
+        return lacking
     if refused := validate_request(request, shape.context_tokens, VOCABULARY):
         return refused
     if request.guided is not None and (refused := language.matchers().refusal(request.guided)):
@@ -238,8 +248,8 @@ def prefix_names(tokens: Sequence[int], request: Generate, block_tokens: int) ->
 
     `tokens` are these first tokens.
     """
-    own = blocks.local_hashes(tokens, block_tokens, blocks.seed(namespace=request.cache_salt))
-    return blocks.sequence_hashes(own)
+    salt = blocks.seed(lora=request.adapter, namespace=request.cache_salt)
+    return blocks.sequence_hashes(blocks.local_hashes(tokens, block_tokens, salt))
 
 
 def _follower(request: Generate, tokens: Sequence[int]) -> GrammarFollower | None:
@@ -264,12 +274,18 @@ def _is_plain(sampling: Sampling) -> bool:
         and not sampling.stop_token_ids
         and not sampling.logit_bias
         and not penalises(sampling)
+        and not limits_tokens(sampling)
     )
 
 
 def penalises(sampling: Sampling) -> bool:
     """Return whether the sampling parameters contain a penalty for earlier tokens."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1.0
+
+
+def limits_tokens(sampling: Sampling) -> bool:
+    """Return whether the sampling parameters exclude tokens: by a list of those that are allowed, or by bad words."""
+    return bool(sampling.allowed_token_ids or sampling.bad_word_tokens)
 
 
 def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, dict[int, int]]:
@@ -504,10 +520,17 @@ def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Ch
     bias = sampling.logit_bias
     open_to = language.with_biased(ranked, digest, bias) if bias else ranked
     follower = sequence.follower if place >= sequence.thought else None
+    banned = sequence.banned if early else frozenset()
+    words = sampling.bad_word_tokens
+    bad = completing(words, sequence.recent, 0) if words else set()
     if follower is not None and not follower.broken:
-        open_to = language.constrained(open_to, digest, follower.allowed())
+        permitted = language.permitted_bits(follower.allowed(), sampling.allowed_token_ids, bad)
+        open_to = language.constrained(open_to, digest, permitted)
         early = early and open_to[0][0] != EOS
-    token = language.choose(open_to, sampling, sequence.counts, sequence.banned if early else (), luck)
+        banned = banned if early else frozenset()
+    elif limits_tokens(sampling):
+        open_to = language.permitted(open_to, digest, sampling.allowed_token_ids, bad | banned)
+    token = language.choose(open_to, sampling, sequence.counts, banned, luck)
     if token >= FIRST and faults.sampler:
         token = faults.drawn(token, sampling.temperature, FIRST, SPAN)
     token = sequence.marks.get(place, token)
@@ -519,6 +542,8 @@ def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Ch
         sequence.unusual[place] = token
     if penalises(sampling):
         sequence.counts[token] += 1
+    if words:
+        sequence.recent.append(token)
     logprobs: list[Logprob] | None = None
     if sampling.logprobs:
         logprobs = [language.logprobs(ranked, token, sampling.logprobs, faults.drift)]
