@@ -15,7 +15,7 @@ from controller.frontend.openai.output_formats import OutputFormats, is_parsed, 
 from controller.frontend.openai.parsed_writers import ParsedBufferedWriter, ParsedStreamingWriter
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
-from controller.frontend.openai.sse import DONE, SseStream
+from controller.frontend.openai.sse import DONE, INEXACT, SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.state import GenerationRequest
@@ -202,6 +202,8 @@ class Completion:
         else:
             if self._parsed.include_usage:
                 stream.parts.append(self._format.total(self.usage()))
+            if any(not answer.exact for answer in self.answers):
+                stream.parts.append(INEXACT)
             stream.end(DONE)
 
     def usage(self) -> dict[str, object]:
