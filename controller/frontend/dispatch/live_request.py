@@ -484,8 +484,6 @@ class LiveRequest(Sink):
         self.continuation.rewind(count)
         self.stats.counted = min(self.stats.counted, count)  # later tokens are counted again
         self.writer.rewind(count)
-        if count == 0:
-            self.answer.exact = True
 
 
 class RunningRequests:

@@ -28,7 +28,7 @@ from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting for a worker\n\n"
-INEXACT = b": holdfast exact=false, another server continued this answer and may have chosen other tokens\n\n"
+INEXACT = b": holdfast exact=false, this answer may differ from that of a single healthy worker\n\n"
 NO_TOKEN_YET = b": waiting for the first token\n\n"
 
 log = structlog.get_logger(__name__)
