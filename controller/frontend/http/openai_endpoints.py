@@ -110,6 +110,7 @@ class OpenAiEndpoints:
         Return the response to write, or None if the response was streamed.
         """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
+        headers[heads.MODE] = "exact"
         model, kind, owner = "", "unary", ""
         error: ApiError | None = None
         try:

@@ -18,7 +18,7 @@ from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_models import TEXT_CHARS_MAX
 from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.responses.events import ResponsesFormat
-from controller.frontend.openai.sse import SseStream
+from controller.frontend.openai.sse import INEXACT, SseStream
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
@@ -198,6 +198,8 @@ class Completion:
         elif error is not None:
             stream.end(self.format.failed(error, self.answers))
         else:
+            if any(not answer.exact for answer in self.answers):
+                stream.parts.append(INEXACT)
             stream.end(self.format.last(self.answers))
 
     def whole(self) -> WholeResponse:
