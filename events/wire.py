@@ -52,6 +52,11 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     # fields above that the client omitted; they are not sent to a server with its own defaults
     unset: list[str] = []
+    allowed_token_ids: list[int] = []  # only these tokens may be generated; empty: all
+    # texts that must not occur in the answer, for engines that tokenize them
+    bad_words: list[str] = []
+    # the same texts as sequences of tokens, for the other engines
+    bad_word_tokens: list[list[int]] = []
 
 
 class ProxiedRequest(msgspec.Struct, array_like=True, frozen=True):

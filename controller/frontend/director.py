@@ -262,7 +262,7 @@ class Director:
     """Builds the components of one frontend, passes on changes of the fleet state, and runs periodic work."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
-        self.settings, self._world = settings, world
+        self.settings, self._world, self.name = settings, world, world.name
         name, plane, observe, clock = world.name, world.plane, world.observe, world.clock
         # not the loop's time: uvloop freezes that within a turn and rounds it to ms
         self.now = now = clock.monotonic

@@ -186,6 +186,14 @@ class StallSettings(Strict):
         return self
 
 
+class StoredResponseSettings(Strict):
+    """Limits of the responses that one frontend keeps for later requests (`store` of the Responses API)."""
+
+    number_max: int = Field(default=1000, ge=0)  # responses; 0: none is kept
+    mb_max: int = Field(default=64, ge=1)  # MiB of all responses with their conversations
+    keep_s: Positive = 3600.0  # seconds for which a response is kept
+
+
 class LocalBreakerSettings(Strict):
     """The local breakers of one frontend.
 
@@ -360,6 +368,7 @@ class FrontendSettings(Strict):
     connections: ConnectionSettings = ConnectionSettings()
     tokenizing: TokenizingSettings = TokenizingSettings()
     stream: StreamSettings = StreamSettings()
+    responses: StoredResponseSettings = StoredResponseSettings()
     breaker: LocalBreakerSettings = LocalBreakerSettings()
     stall: StallSettings = Field(default=StallSettings(), json_schema_extra={"flags": "--stall-"})
     poison: PoisonSettings = PoisonSettings()

@@ -20,6 +20,7 @@ from controller.deciders.tiers import Tiers
 from events.decisions import HealthStatus, Knobs
 from events.intrusion.registration import impossible
 from events.observations import BusyThresholdsSet, WorkerJoined
+from events.proxied_paths import COMPLETIONS
 from events.wire import Load
 
 Key = tuple[str, str]  # worker, instance
@@ -132,6 +133,7 @@ class Endpoint:
     holders: tuple[WorkerRank, ...] = field(init=False)  # its DP ranks
     lineage: Lineage = field(init=False)  # revision and tokenizer, which must not change during a request
     server: Server = field(init=False)
+    generates: bool = field(init=False)  # whether it generates tokens, and not only vectors or scores
 
     def __post_init__(self) -> None:
         # a registration never changes, so the values that every choice reads are copied from it
@@ -146,6 +148,7 @@ class Endpoint:
         waiting = joined.waiting_max
         self.holds = ANY_NUMBER if waiting is None else max(1, self.max_batch + waiting)
         self.block_tokens = max(1, joined.profile.block_tokens)
+        self.generates = not joined.paths or COMPLETIONS in joined.paths
         self.context_tokens = 0 if impossible(joined) else joined.context_tokens
         self.adapters = frozenset(joined.adapters)
 

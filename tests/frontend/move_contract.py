@@ -33,6 +33,8 @@ BUSY = 8  # load of the second worker, as the router sees it
 CHANCE = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
 # penalties that depend on the answer
 COUNTED = {"max_tokens": 96, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+TOKENS = [300, 302, 303]  # "me", "ear", "ver"
+BAD_WORDS = ["meme", "earme", "verver", "mever"]  # two tokens each
 REPEATED = {"max_tokens": 96, "repetition_penalty": 1.3}  # would hide what the other features forget
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -44,6 +46,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "logprobs of sampling": CHANCE | {"logprobs": 3},
     "biases and min_p": CHANCE | {"min_p": 0.05, "logit_bias": {"300": 6, "301": -100}},
+    "allowed tokens": CHANCE | {"allowed_token_ids": [*range(300, 340)]},
+    "bad words": {"max_tokens": 48, "allowed_token_ids": TOKENS, "bad_words": BAD_WORDS},
     "token ids": {"return_token_ids": True},
     "an echo": {"echo": True},
     "an echo with logprobs and token ids": {"echo": True, "logprobs": 2, "return_token_ids": True},
@@ -204,7 +208,8 @@ class Moving:
         usual: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
         ask = {**usual, "temperature": 0, "ignore_eos": True, **ask}
         if stream:
-            return [unnamed(e) for e in await kit.stream(stream_options={"include_usage": True}, **ask)]
+            events = await kit.stream(stream_options={"include_usage": True}, **ask)
+            return [unnamed(e) for e in with_joined_ends(events)]
         status, body, _ = await kit.post("/v1/completions", **ask)
         assert status == 200, body
         return unnamed(body)
@@ -296,6 +301,24 @@ class MoveContract(Moving):
         assert [choice["delta"].get("role") for choice in choices].count("assistant") == 1
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
         assert len(kit.said(RequestMigrated)) == 1
+
+
+def with_joined_ends(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of a stream, with each answer's end in the event of its last text.
+
+    The end is a separate event only if the last text has been sent already, which depends on time.
+    """
+    found: list[dict[str, Any]] = []
+    for event in events:
+        (choice, *_) = event.get("choices") or ({},)
+        shown = choice.get("text") or choice.get("delta") or choice.get("token_ids")
+        if choice.get("finish_reason") is None or shown:
+            found.append(event)
+            continue
+        same = (e for e in reversed(found) if e["choices"] and e["choices"][0]["index"] == choice["index"])
+        before = next(same)["choices"][0]
+        before |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
+    return found
 
 
 def unnamed(event: dict[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,8 @@ async def test_logprobs_are_refused_for_text_engines() -> None:
         ("openai", {"temperature": 0}, True),
         ("openai", {"temperature": 0.7}, False),
         ("openai", {"temperature": 0, "presence_penalty": 1}, False),
+        ("openai", {"temperature": 0, "bad_words": ["me"]}, False),
+        ("openai", {"temperature": 0, "allowed_token_ids": [300]}, True),
         ("openai", {"temperature": 0, "frequency_penalty": 1}, False),
         ("openai", {"temperature": 0, "repetition_penalty": 1.1}, True),  # counts the prompt too
         ("simulated", {"temperature": 0.7, "presence_penalty": 1}, True),

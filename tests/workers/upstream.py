@@ -25,7 +25,13 @@ from workers.engines.simulated.sequence import EngineShape
 
 Manner = Literal["vllm", "llamacpp", "strict", "text"]
 FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs", "prompt_logprobs"}
+LIMITS = {"allowed_token_ids", "bad_words"}
 EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt", "cache_prompt"}
+
+
+def spelled(word: str) -> list[int]:
+    """Return the tokens of a bad word, which has their numbers: the double's text of token 300 is "<300>"."""
+    return [int(number) for number in word.split()]
 
 
 @dataclass
@@ -316,6 +322,8 @@ class Upstream:
             return "a token id is out of the vocabulary"
         if any(int(token) >= 2048 for token in body.get("logit_bias", ())):
             return "logit_bias contains an id that is out of the vocabulary"
+        if any(token >= 2048 for token in body.get("allowed_token_ids", ())):
+            return "allowed_token_ids contains an id that is out of the vocabulary"
         if len(prompt) + body["max_tokens"] > self.context:
             return "this model's maximum context length is exceeded"
         return ""
@@ -327,6 +335,10 @@ class Upstream:
             body["top_k"] = 0
         if "logit_bias" in body:
             body["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
+        if self.manner == "vllm" and "limits ignored" not in self.obeys:
+            body["bad_word_tokens"] = [spelled(word) for word in body.pop("bad_words", ())]
+        else:
+            body = {name: value for name, value in body.items() if name not in LIMITS}
         prompt = body["prompt"]
         tokens = [300 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
         sampling = Sampling(

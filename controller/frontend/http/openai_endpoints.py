@@ -14,20 +14,22 @@ from controller.frontend.errors import ApiError, internal, invalid, shutting_dow
 from controller.frontend.http.credentials import ApiKeys
 from controller.frontend.http.request_reader import RequestReader, admitted_proxied
 from controller.frontend.http.responses import Cors, refusal
+from controller.frontend.http.stored_responses import StoredResponses
 from controller.frontend.openai import request_head as heads
 from controller.frontend.openai.completion import (
+    FORMATS,
     AdmittedRequest,
     Completion,
     answer_tokens,
     refuse_unsupported,
 )
+from controller.frontend.openai.field_names import in_terms_of
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.output_formats import FormatTable, check_formats
 from controller.frontend.openai.request_head import Head
 from controller.frontend.openai.sse import SseStream, StreamedResponse
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import BUILTIN, TokenizerMissing, Tokens, ready_tokens
-from controller.frontend.openai.writers import event
 from controller.frontend.request.routing_overrides import read_overrides
 from controller.router.endpoints import EndpointGroup, Lineage
 from controller.router.selection.filter import NoWorker
@@ -56,6 +58,7 @@ class OpenAiEndpoints:
         self._reader = RequestReader(director, self.intake)
         self.cors = Cors(director.settings.cors_origins)
         self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
+        self.responses = StoredResponses(director)
         self.answering = 0  # requests between the parsing of their body and the end of their response
         self.completions: dict[Completion, None] = {}  # requests that are admitted and tokenized
         self._streams: dict[SseStream, None] = {}  # of requests in progress, also queued ones
@@ -95,7 +98,8 @@ class OpenAiEndpoints:
             return await self._respond(head, body, transport)
         except Exception:  # an internal error, handled as in `Api.handle`
             log.exception("request_failed", endpoint=head.endpoint)
-            return refusal(internal(), answer_headers(head, self.cors))
+            headers = answer_headers(head, self.cors)
+            return refusal(internal(), headers, messages=head.endpoint == "messages")
 
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
@@ -105,11 +109,11 @@ class OpenAiEndpoints:
         Return the response to write, or None if the response was streamed.
         """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
-        model, kind = "", "unary"
+        model, kind, owner = "", "unary", ""
         error: ApiError | None = None
         try:
             if self.keys is not None:
-                self.keys.check(head.credentials)
+                owner = self.keys.check(head.credentials)
             # the fast path has already parsed these headers together with the head
             if not isinstance(given, bytes):
                 overrides = read_overrides(given.raw_headers, self.director.settings.router)
@@ -121,6 +125,8 @@ class OpenAiEndpoints:
             kind, model = "stream" if parsed.stream else "unary", parsed.model
             self._counts.active[model] += 1
             self.answering += 1
+            if parsed.response is not None:
+                parsed = await self.responses.opened(parsed, parsed.response, owner)
             call = heads.Call(headers["X-Request-Id"], head, parsed, headers, arrived, transport)
             try:
                 response, error = await self._answer(call)
@@ -129,8 +135,8 @@ class OpenAiEndpoints:
                 response, error = await self._answer(call)
             return response
         except ApiError as raised:
-            error = raised
-            response = refusal(raised, headers)
+            error = in_terms_of(head.endpoint, raised)
+            response = refusal(error, headers, messages=head.endpoint == "messages")
             if not isinstance(given, bytes) and given.content.exception() is not None:
                 response.force_close()  # the start of the next request is unknown
             return response
@@ -169,7 +175,8 @@ class OpenAiEndpoints:
             if not isinstance(why, ApiError):
                 stream.abort()  # the stream already has data: no HTTP error can follow
                 raise
-            stream.end(event(why.body()))
+            why = in_terms_of(call.head.endpoint, why)
+            stream.end(FORMATS[parsed.api].failure(why, call.id))
             return None, why
         finally:
             if stream is not None:
@@ -228,9 +235,9 @@ class OpenAiEndpoints:
             group = director.routing.group(parsed.served, lineage)
             if group.text_only:
                 refuse_unsupported(parsed, group)
-            reads = parsed.template_reads
-            if reads and tokens.template is not None and not tokens.template.reads(reads):
-                heads.add_warning(call.headers, heads.no_effect(reads))
+            for field, names in parsed.template_reads.items():
+                if tokens.template is not None and not any(map(tokens.template.reads, names)):
+                    heads.add_warning(call.headers, heads.no_effect(field))
             formats = self._formats.of(parsed.model, tokens)
             if parsed.tool_use is not None:
                 check_formats(parsed.tool_use, formats)
@@ -243,7 +250,11 @@ class OpenAiEndpoints:
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
         salt = seed(lora=parsed.adapter, namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
-        return AdmittedRequest(call, lineage, named, group, tokens, formats, constraint, next(self._serial))
+        words = parsed.sampling.bad_words
+        bad = tokens.word_tokens(words) if words and group.engine != "openai" else []
+        return AdmittedRequest(
+            call, lineage, named, group, tokens, formats, constraint, bad, next(self._serial)
+        )
 
     async def _constraint(self, guided: Json, group: EndpointGroup) -> Constraint | None:
         """Return a request's constraint as a grammar. A large one is converted in a thread.
@@ -266,14 +277,22 @@ class OpenAiEndpoints:
         if self._over:
             raise shutting_down()
         self.completions[completion] = None
+        options = completion.format.parsed.response
+        if options is not None:
+            self.responses.begin(options, completion)
         try:
             self._driver.launch(completion.answers, completion, room)
-            return await completion.over
+            error = await completion.over
         except BaseException:  # whatever the reason, the answers are no longer read
             self._driver.cancel(completion.answers)
+            if options is not None:
+                self.responses.drop(options)
             raise
         finally:
             del self.completions[completion]
+        if options is not None:
+            self.responses.end(options, completion, error)
+        return error
 
     async def tokens_of(self, model: str, lineage: Lineage) -> Tokens:
         """Return a model's tokenizer. Raise ApiError (503) if the tokenizer cannot be loaded."""
@@ -288,6 +307,7 @@ class OpenAiEndpoints:
         """Disconnect clients that have not read for too long, and reload changed API keys. Called every second."""
         if self.keys is not None:
             self.keys.refresh()
+        self.responses.expire(now)
         for stream in [*self._streams, *self._unread]:
             stream.check(now)
         for stream in list(self._streams):
@@ -332,7 +352,7 @@ class OpenAiEndpoints:
 
 def answer_headers(head: Head, cors: Cors) -> dict[str, str]:
     """Return the headers that every response to this request has."""
-    headers = {"X-Request-Id": head.id or heads.fresh_id()}
+    headers = heads.request_ids(head.id, messages=head.endpoint == "messages")
     if head.warning:
         headers["Warning"] = head.warning
     return headers | cors.headers(head.origin)

@@ -17,11 +17,12 @@ from controller.frontend.openai.intake import UNSCANNED_BYTES, Intake, ReceivedB
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.proxied import pseudo_tokens, read_proxied, with_model
 from controller.frontend.openai.request_head import Call, Head
-from controller.frontend.openai.request_parser import ParsedRequest, parse_body
+from controller.frontend.openai.request_kinds import KINDS
+from controller.frontend.openai.request_parser import ParsedRequest, read_chat, read_json
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames, seed
-from events.proxied_paths import AUDIO, POOLING
+from events.proxied_paths import AUDIO, CHATS, POOLING
 from events.wire import ProxiedRequest
 
 ONLY_PROXIED = frozenset((*POOLING, *AUDIO))
@@ -47,15 +48,19 @@ class RequestReader:
         body = received.body
         if head.mode == "proxied" or head.path in ONLY_PROXIED:
             return self._offered(head, body), body
+        parsed: ParsedRequest
         try:
             if received.scan is None:
-                parsed = parse_body(head.endpoint, body)
+                parsed = read_chat(body) if head.path == CHATS else KINDS[head.endpoint][0](read_json(body))
             else:
                 parsed = await self._intake.parse(head.endpoint, received)
         except ApiError as refused:
             return self.pass_on(head, body, refused), body
         if parsed.model not in self._table.known:
             parsed = self._named(parsed, chosen_model(self._director, parsed.model))
+        workers = self._table.serving(parsed.served)
+        if workers and not workers[0].generates:
+            raise _not_offered(parsed.served, head.path)
         return parsed, body
 
     def pass_on(self, head: Head, body: bytes, refused: ApiError) -> ParsedRequest:
@@ -76,7 +81,7 @@ class RequestReader:
         parsed = read_proxied(head.path, head.media, body)
         served = chosen_model(self._director, parsed.model)
         if not any(head.path in one.joined.paths for one in self._table.serving(served)):
-            raise ApiError(404, f"no server of {served} offers {head.path}", code="unknown_url")
+            raise _not_offered(served, head.path)
         return self._named(parsed, served)
 
     def _named(self, parsed: ParsedRequest, served: str) -> ParsedRequest:
@@ -95,6 +100,10 @@ class RequestReader:
         )
 
 
+def _not_offered(served: str, path: str) -> ApiError:
+    return ApiError(404, f"no server of {served} offers {path}", code="unknown_url")
+
+
 def admitted_proxied(
     call: Call, proxied: ProxiedRequest, lineage: Lineage, group: EndpointGroup, tokens: Tokens, serial: int
 ) -> AdmittedRequest:
@@ -105,4 +114,6 @@ def admitted_proxied(
     call.headers[heads.MODE] = "proxied"
     prompt = pseudo_tokens(proxied.body, context - wanted)
     names = BlockNames(prompt, seed(lora=call.parsed.adapter, namespace=proxied.path))
-    return AdmittedRequest(call, lineage, [(prompt, "", names)], group, tokens, OutputFormats(), None, serial)
+    return AdmittedRequest(
+        call, lineage, [(prompt, "", names)], group, tokens, OutputFormats(), None, [], serial
+    )

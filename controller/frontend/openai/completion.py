@@ -1,17 +1,21 @@
 """A client's request with its answers (one per prompt and choice), and the response built from them."""
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.openai.choice import Choice
 from controller.frontend.openai.formats import AnswerFormat, ChatFormat, WholeResponse
+from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.proxied import ProxiedFormat
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest
+from controller.frontend.openai.responses.events import ResponsesFormat
 from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
@@ -23,8 +27,19 @@ from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
+FINGERPRINT_CHARS = 10
+FINGERPRINTS_KEPT = 1024
 # maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
 ECHOED_LOGPROBS_MAX = 100_000
+
+FORMATS: dict[str, type[AnswerFormat]] = {
+    "chat": ChatFormat,
+    "completions": ChatFormat,
+    "messages": MessagesFormat,
+    "proxied": ProxiedFormat,
+    "responses": ResponsesFormat,
+}
+"""By API: the format of its responses."""
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
@@ -38,6 +53,9 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     tokens: Tokens  # the tokenizer of these workers
     formats: OutputFormats  # the formats of the model's reasoning and tool calls
     constraint: Constraint | None  # the request's constraint as a grammar, if it has one
+    bad_words: list[
+        list[int]
+    ]  # the request's bad words as tokens; empty if an external server tokenizes them
     serial: int  # serial number in this frontend, which seeds sampling if the client sets no seed
     # deadline of the first token by the frontend's monotonic clock; None without admission by deadlines
     first_token_by: float | None = None
@@ -47,12 +65,12 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
         """Whether an answer gets the same tokens if another healthy worker continues it.
 
         An external server that continues an answer receives the tokens so far as a part of the prompt. The server
-        restarts its random numbers, and applies presence and frequency penalties only to the tokens that it generates
-        itself. So this is false for external servers, unless sampling is greedy and without these penalties.
+        restarts its random numbers. It applies presence and frequency penalties, and bad words, only to the tokens
+        that it generates itself. So this is false for external servers, unless sampling is greedy and without these.
         """
         asked = self.call.parsed.sampling
-        greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
-        return greedy or self.group.engine != "openai"
+        counts = asked.presence_penalty or asked.frequency_penalty or asked.bad_words
+        return (asked.temperature == 0 and not counts) or self.group.engine != "openai"
 
     def grammar(self, prompt: str) -> AnswerGrammar | None:
         """Return the grammar that constrains an answer to this prompt, or None if there is none."""
@@ -92,6 +110,8 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
             logprobs=0 if parsed.logprobs is None else max(1, parsed.logprobs),
             prompt_logprobs=parsed.logprobs if parsed.echo else None,
             unset=asked.unset if external else [],
+            bad_words=asked.bad_words if external else [],
+            bad_word_tokens=self.bad_words,
             **defaults,
         )
 
@@ -110,8 +130,8 @@ class Completion:
         """
         call = admitted.call
         parsed = call.parsed
-        format = ChatFormat if parsed.proxied is None else ProxiedFormat
-        self._format: AnswerFormat = format(call, admitted.tokens, admitted.formats, stream)
+        fingerprint = system_fingerprint(parsed.model, *admitted.lineage)
+        self.format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream, fingerprint)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -144,7 +164,7 @@ class Completion:
                     traceparent=call.head.trace,
                 )
                 accepted: list[int] = []
-                writer = self._format.writer(len(self.answers), prompt, text, accepted)
+                writer = self.format.writer(len(self.answers), prompt, text, accepted)
                 self.answers.append(Choice(request, writer, migration_limit, forbidden, accepted))
         self._left = len(self.answers)
         if stream is not None:
@@ -171,13 +191,19 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(self._format.failed(error))
+            stream.end(self.format.failed(error, self.answers))
         else:
-            stream.end(self._format.last(self.answers))
+            stream.end(self.format.last(self.answers))
 
     def whole(self) -> WholeResponse:
         """Return the response to a request that is not streamed."""
-        return self._format.whole(self.answers)
+        return self.format.whole(self.answers)
+
+
+@lru_cache(FINGERPRINTS_KEPT)
+def system_fingerprint(model: str, revision: str, tokenizer: str) -> str:
+    """Return the `system_fingerprint` of a model: it changes with the model's revision and its tokenizer."""
+    return f"fp_{hashlib.sha256(repr((model, revision, tokenizer)).encode()).hexdigest()[:FINGERPRINT_CHARS]}"
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:

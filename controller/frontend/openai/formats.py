@@ -56,14 +56,26 @@ class WholeResponse(NamedTuple):
 class AnswerFormat:
     """The format of the response to one request. Each API has a subclass."""
 
-    def __init__(self, call: Call, tokens: Tokens, formats: OutputFormats, stream: SseStream | None) -> None:
-        """Start without answers. `stream` is None for a response that is not streamed."""
+    def __init__(
+        self,
+        call: Call,
+        tokens: Tokens,
+        formats: OutputFormats,
+        stream: SseStream | None,
+        fingerprint: str = "",
+    ) -> None:
+        """Start without answers.
+
+        `stream` is None for a response that is not streamed. `fingerprint` is the value of `system_fingerprint`.
+        """
         self.parsed = parsed = call.parsed
         self.stream = stream
         self.formats = formats
         self.created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
         special = parsed.special or is_parsed(parsed, formats)
-        self.shared = writers.ResponseFormat(parsed, tokens, call.id, self.created, special)
+        self.shared = writers.ResponseFormat(
+            parsed, tokens, call.id, self.created, special=special, fingerprint=fingerprint
+        )
 
     def writer(self, index: int, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
         """Return the writer of the answer with this index among the request's answers.
@@ -76,7 +88,7 @@ class AnswerFormat:
         """Return the end of a stream after all its answers have ended well."""
         raise NotImplementedError
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError, answers: Sequence[Choice]) -> bytes:
         """Return the end of a started stream that fails with this error."""
         return self.failure(error, self.shared.request)
 
@@ -123,7 +135,8 @@ class ChatFormat(AnswerFormat):
         parts = enumerate(answer.writer for answer in answers)
         choices = [part.choice(index) for index, part in parts if isinstance(part, writers.BufferedWriter)]
         name = "chat.completion" if self.parsed.chat else "text_completion"
-        whole = self.shared.response(name, choices) | {"usage": self._usage(answers)}
+        more = {"usage": self._usage(answers), "system_fingerprint": self.shared.fingerprint}
+        whole = self.shared.response(name, choices) | more
         if self.parsed.chat and self.parsed.token_ids:
             whole["prompt_token_ids"] = answers[0].request.prompt
         return whole

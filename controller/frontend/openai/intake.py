@@ -21,7 +21,8 @@ from aiohttp import StreamReader, web
 from controller.frontend.errors import ApiError, invalid, too_long, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
-from controller.frontend.openai.request_parser import ParsedRequest, bad_json, parse_body
+from controller.frontend.openai.request_kinds import parse_body
+from controller.frontend.openai.request_parser import ParsedRequest, bad_json
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.long_texts import RETRY_AFTER_S, LongTexts
 from controller.frontend.openai.text.tokenizer import Tokens
@@ -281,10 +282,14 @@ async def read_prompts(
     length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is invalid, 503 if too much text waits
     to be tokenized. Raise BadTemplate if the chat template refuses the messages.
     """
-    bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
-    if bias and (highest := max(bias)) >= tokens.size:
-        raise invalid(f"logit_bias: the token {highest} is not below {tokens.size}", "logit_bias")
-    prompts = [_rendered(parsed, tokens.template)] if chat else parsed.prompts or []
+    sampling, chat = parsed.sampling, parsed.messages is not None
+    for name, named in (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+    ):
+        if named and (highest := max(named)) >= tokens.size:
+            raise invalid(f"{name}: the token {highest} is not below {tokens.size}", name)
+    prompts = [rendered(parsed, tokens.template)] if chat else parsed.prompts or []
     if parsed.truncate is None:
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -302,12 +307,13 @@ async def read_prompts(
         else:
             given = prompt if parsed.truncate is None else _truncated(prompt, parsed, context)
             out.append((_token_ids(given, tokens.size, context), ""))
-    if not chat and not all(prompt for prompt, _ in out):
-        raise invalid("prompt must not be empty", "prompt")
+    if not all(prompt for prompt, _ in out):
+        name = "prompt" if parsed.truncate is None else "truncate_prompt_tokens"
+        raise invalid(f"{name}: the prompt has no tokens", "messages" if chat and name == "prompt" else name)
     return out
 
 
-def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
+def rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
     """Return a chat as a prompt, rendered by the model's chat template.
 
     Raise ApiError (400) if the model has no template. Raise BadTemplate if the template refuses the messages.

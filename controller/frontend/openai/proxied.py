@@ -16,14 +16,14 @@ import msgspec
 from controller.frontend.errors import ApiError, invalid
 from controller.frontend.openai.choice import Choice, InvalidOutput, ResponseWriter
 from controller.frontend.openai.formats import AnswerFormat, WholeResponse
+from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.multipart import form_fields, with_form_field
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest, bad_json
 from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
-from controller.frontend.openai.writers import event
-from events.proxied_paths import AUDIO, POOLING
+from events.proxied_paths import AUDIO, MESSAGES, POOLING
 from events.wire import FRAME_BYTES_MAX, Logprob, ProxiedPiece, ProxiedRequest, Sampling
 
 BODY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024  # a body and the rest of its frame fit into a frame
@@ -63,7 +63,7 @@ def read_proxied(path: str, media: str, body: bytes) -> ParsedRequest:
     wanted = found.max_completion_tokens or found.max_tokens
     streamed = bool(found.stream) and path not in POOLING
     return ParsedRequest(
-        chat=False,
+        api="proxied",
         model=found.model or "",
         stream=streamed,
         include_usage=False,
@@ -169,9 +169,18 @@ class ProxyWriter(ResponseWriter):
 class ProxiedFormat(AnswerFormat):
     """The format of a proxied response: as the server sent it."""
 
-    def __init__(self, call: Call, tokens: Tokens, formats: OutputFormats, stream: SseStream | None) -> None:
-        """Start without a response. `tokens` and `formats` are not used."""
+    def __init__(
+        self,
+        call: Call,
+        tokens: Tokens,
+        formats: OutputFormats,
+        stream: SseStream | None,
+        fingerprint: str = "",
+    ) -> None:
+        """Start without a response. `tokens`, `formats` and `fingerprint` are not used."""
         self.parsed, self.stream = call.parsed, stream
+        self._failure = MessagesFormat.failure if call.head.path == MESSAGES else AnswerFormat.failure
+        self._id = call.id
 
     def writer(self, index: int, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
         return ProxyWriter(self.stream)
@@ -179,8 +188,8 @@ class ProxiedFormat(AnswerFormat):
     def last(self, answers: Sequence[Choice]) -> bytes:
         return b""
 
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body())
+    def failed(self, error: ApiError, answers: Sequence[Choice]) -> bytes:
+        return self._failure(error, self._id)
 
     def whole(self, answers: Sequence[Choice]) -> WholeResponse:
         writer = answers[0].writer

@@ -24,6 +24,9 @@ MESSAGES_MAX = 10_000  # reading a million would block the event loop
 PARTS_MAX = 1_000
 STOP_IDS_MAX = 1_000
 LOGIT_BIAS_MAX = 1_024
+ALLOWED_TOKENS_MAX = 4_096
+BAD_WORDS_MAX = 64
+BAD_WORD_CHARS_MAX = 64
 TOOLS_MAX = 128
 FUNCTION_NAME_MAX = 256
 DOCUMENTS_MAX = 1_000
@@ -35,6 +38,7 @@ Json = dict[str, object]
 Count = Annotated[int, Meta(ge=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+BadWord = Annotated[str, Field(pattern=r"\S", max_length=BAD_WORD_CHARS_MAX)]
 TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$", description="a token id")]
 
 
@@ -132,6 +136,13 @@ class RequestBody(Lenient):
     )
     logit_bias: Annotated[dict[TokenName, Bias] | None, BeforeValidator(_check_size)] = option(
         "by token id: value added to its logit", max_length=LOGIT_BIAS_MAX
+    )
+    allowed_token_ids: list[Token] | None = option(
+        "generate only these tokens", min_length=1, max_length=ALLOWED_TOKENS_MAX
+    )
+    bad_words: list[BadWord] | None = option(
+        "texts that the answer must not contain, as the tokenizer writes them at the beginning and after a space",
+        max_length=BAD_WORDS_MAX,
     )
     skip_special_tokens: bool | None = option("false: show special tokens by their names; default true")
     return_token_ids: bool | None = option("return token_ids with the text, and prompt_token_ids")
@@ -327,7 +338,7 @@ def _unless(harmless: tuple[object, ...], *names: str) -> Harmless:
 _REFUSED_BY_BOTH = {  # fields of other servers: vLLM, SGLang, llama-server, Hugging Face
     **_unless(
         (),
-        "allowed_token_ids prompt_logprobs logprob_token_ids prompt_embeds repetition_detection",
+        "prompt_logprobs logprob_token_ids prompt_embeds repetition_detection",
         "lora_path custom_logit_processor guided_whitespace_pattern guided_decoding_backend regex ebnf json_schema",
         "structural_tag n_predict samplers max_new_tokens do_sample",
     ),
@@ -344,7 +355,7 @@ _REFUSED_BY_BOTH = {  # fields of other servers: vLLM, SGLang, llama-server, Hug
     ),
     **_unless((1,), "best_of typical_p length_penalty repeat_penalty tfs_z num_beams"),
     **_unless((-1,), "thinking_token_budget top_n_sigma"),
-    **_unless(([],), "bad_words logits_processors"),
+    **_unless(([],), "logits_processors"),
     **_unless(({},), "kv_transfer_params ec_transfer_params vllm_xargs session_params custom_params"),
     **_unless(("",), "grammar"),
     **_unless(("", []), "stop_regex"),

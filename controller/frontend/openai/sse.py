@@ -31,6 +31,7 @@ DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 KEEP_ALIVE = b": waiting for a worker\n\n"
 NO_TOKEN_YET = b": waiting for the first token\n\n"
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 log = structlog.get_logger(__name__)
 
@@ -93,8 +94,11 @@ class SseStream:
             self._cut("the client does not read its response")
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
-        """Send an SSE comment, which clients ignore. Without it, the connection would look idle while no token arrives."""
-        self.parts.append(comment)
+        """Send an SSE comment, which clients ignore. Without it, the connection would look idle while no token arrives.
+
+        Streams of the Messages API have an event for this purpose.
+        """
+        self.parts.append(PING if self._call.parsed.api == "messages" else comment)
         self.flush()
 
     def await_token(self, now: float) -> None:

@@ -13,7 +13,7 @@ logprob, because nothing precedes it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import isfinite
@@ -46,20 +46,29 @@ class ResponseFormat(msgspec.Struct):
     tokens: Tokens
     request: str  # request id
     created: int  # seconds since 1970
+    chat: bool = (
+        False  # whether answers are messages of a chat; copied from `parsed`, because each event reads it
+    )
     special: bool = False  # whether the text shows special tokens by their names
+    fingerprint: str = ""  # the value of `system_fingerprint`; empty: the response has none
     before: bytes = b""  # bytes before the choices in every event of a stream
-    after: bytes = b""  # bytes after the choices, except in the last event
+    after: bytes = b""  # bytes after the choices, except in an answer's last event and in the stream's
+    ending: bytes = b""  # bytes after the choice in an answer's last event
 
     def __post_init__(self) -> None:
-        whole = self.response("chat.completion.chunk" if self.parsed.chat else "text_completion", ())
+        self.chat = self.parsed.chat
+        whole = self.response("chat.completion.chunk" if self.chat else "text_completion", ())
         self.before = b"data: " + msgspec.json.encode(whole)[:-2]
         # A stream's events contain "usage": null if the last one will contain the usage.
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
+        # as in vLLM, only the usage has the fingerprint or, without it, the end of each answer
+        with_fingerprint = self.fingerprint and not self.parsed.include_usage
+        self.ending = _with_fingerprint(self.fingerprint) if with_fingerprint else self.after
 
     def response(self, kind: str, choices: Sequence[object]) -> dict[str, object]:
         """Return a response, or one event of a stream, that contains these choices."""
         parsed = self.parsed
-        id, model = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request, parsed.called or parsed.model
+        id, model = ("chatcmpl-" if self.chat else "cmpl-") + self.request, parsed.called or parsed.model
         return {"id": id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
     def detokenizer(self) -> IncrementalDetokenizer:
@@ -87,7 +96,7 @@ class ResponseFormat(msgspec.Struct):
         the chosen token.
         """
         k, name, pairs = self.parsed.logprobs or 0, self.name_of, list(zip(tokens, logprobs, strict=False))
-        if self.parsed.chat:
+        if self.chat:
             return {
                 "content": [
                     self._named(token, lp.chosen)
@@ -112,7 +121,8 @@ class ResponseFormat(msgspec.Struct):
 
     def total(self, usage: Mapping[str, object]) -> bytes:
         """Return the final event of a stream, with the token usage of the whole response."""
-        return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
+        more = {"usage": usage} | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
+        return b"%b],%b\n\n" % (self.before, msgspec.json.encode(more)[1:])
 
 
 class AnswerContext(msgspec.Struct):
@@ -201,6 +211,20 @@ def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
 
 
 @lru_cache(CHOICES_KEPT)
+def _with_fingerprint(fingerprint: str) -> bytes:
+    """Return the bytes after the choice in an event with a `system_fingerprint`."""
+    return b'],"system_fingerprint":%b}\n\n' % msgspec.json.encode(fingerprint)
+
+
+@lru_cache(CHOICES_KEPT)
+def _after_last_text(chat: bool, index: int, reason: str) -> bytes:
+    """Return the bytes of an answer's last event between the text and the ending that all answers share."""
+    mark = "\x00"
+    choice = _choice(chat, index, {"content" if chat else "text": mark}, None, reason)
+    return msgspec.json.encode(choice).split(json.dumps(mark).encode())[1]
+
+
+@lru_cache(CHOICES_KEPT)
 def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
     """Return as JSON the choice of the event that ends an answer with this reason.
 
@@ -210,11 +234,24 @@ def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
     return msgspec.json.encode(_choice(chat, index, content, None, reason))
 
 
+class _DetailedEvent(msgspec.Struct):
+    """The content of one event with details."""
+
+    encoded: bytes  # its choice as JSON
+    content: dict[str, str]
+    logprobs: ShownLogprobs | None
+    tokens: Sequence[int]
+    has_prompt: bool  # it was the first event that may contain the prompt's tokens
+
+
 class StreamingWriter(ResponseWriter):
-    """Writes the tokens of one answer to a stream when they arrive, each as an event, with the requested details."""
+    """Writes the tokens of one answer to a stream when they arrive, each as an event, with the requested details.
+
+    The end of an answer is part of the event with the last text, if that event has not been sent yet.
+    """
 
     __slots__ = (
-        "_begun", "_context", "_detokenizer", "_format", "_index", "_offset", "_prefix", "_prompt_due", "_seam",
+        "_begun", "_context", "_detokenizer", "_format", "_index", "_latest", "_offset", "_prefix", "_prompt_due", "_seam",
         "_shows_tokens", "_stop_token", "_stream", "_suffix", "_table", "_written", "flush", "reached", "stopped",
     )  # fmt: skip
 
@@ -227,7 +264,7 @@ class StreamingWriter(ResponseWriter):
         self._stream = stream
         self.flush = stream.flush  # type: ignore[method-assign]  # saves one call per event-loop iteration
         self._index = index
-        self._begun = not parsed.chat
+        self._begun = not format.chat
         self._context = context
         self._prompt_due = context is not PLAIN  # no event has contained the prompt yet
         self._written = 0  # tokens
@@ -236,7 +273,8 @@ class StreamingWriter(ResponseWriter):
         self._offset = 0  # characters of the tokens with logprobs written so far
         self.stopped = False
         self._stop_token: int | None = None
-        before, self._suffix = _around(parsed.chat, index, format.after)
+        self._latest: _DetailedEvent | None = None  # the last event with details
+        before, self._suffix = _around(format.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
         fast = context is PLAIN and not (parsed.stop or format.special) and parsed.logprobs is None
@@ -276,6 +314,7 @@ class StreamingWriter(ResponseWriter):
             self._stream.parts += (format.before, _without_text(True, self._index, None), format.after)
         else:
             self._event(ROLE)
+            self._latest = None
 
     def _started_detokenizer(self) -> IncrementalDetokenizer:
         self._detokenizer = self._detokenizer or self._format.detokenizer()
@@ -309,18 +348,29 @@ class StreamingWriter(ResponseWriter):
         rest = self._detokenizer.end() if self._detokenizer is not None else ""
         if rest or self._prompt_due:
             self._write_one(rest, [], ())
-        reason = self._end_of_text(reason)
-        format, context, parsed = self._format, self._context, self._format.parsed
         stop = self._stop_token if self._detokenizer is None else self._detokenizer.stop or self._stop_token
-        if context is PLAIN and stop is None:
-            ending = _without_text(parsed.chat, self._index, reason)
-            self._stream.parts += (format.before, ending, format.after)
+        self._end(self._end_of_text(reason), stop)
+
+    def _end(self, reason: str, stop: int | str | None) -> None:
+        """Write the last event. `stop` is the stop string or the stop token that ended the answer."""
+        format, context, parsed = self._format, self._context, self._format.parsed
+        if context is PLAIN and stop is None and self._latest is None:
+            parts = self._stream.parts
+            if parts and parts[-1] is self._suffix:
+                parts[-1] = _after_last_text(format.chat, self._index, reason) + format.ending
+            else:
+                parts += (format.before, _without_text(format.chat, self._index, reason), format.ending)
             return
         # a stop token, which has no text and was not written
         hidden = [] if parsed.silent else context.accepted[self._written :]
         self._written = self.reached = self._written + len(hidden)
-        finish = "length" if parsed.silent else reason
-        self._event({} if parsed.chat else {"text": ""}, None, finish, hidden, stop)
+        finish, latest, parts = "length" if parsed.silent else reason, self._latest, self._stream.parts
+        if latest is not None and not hidden and len(parts) > 2 and parts[-2] is latest.encoded:
+            del parts[-3:]
+            self._prompt_due = latest.has_prompt
+            self._event(latest.content, latest.logprobs, finish, latest.tokens, stop)
+        else:
+            self._event({} if format.chat else {"text": ""}, None, finish, hidden, stop)
 
     def _end_of_text(self, reason: str) -> str:
         """Write what a subclass has withheld until the end of the text. Return the finish_reason to show."""
@@ -355,7 +405,7 @@ class StreamingWriter(ResponseWriter):
         if shown is not None:
             self._offset += format.characters(tokens)
         if text or shown is not None or (tokens and parsed.token_ids):
-            self._event({"content" if parsed.chat else "text": text}, shown, None, tokens)
+            self._event({"content" if format.chat else "text": text}, shown, None, tokens)
 
     def _event(
         self,
@@ -366,19 +416,22 @@ class StreamingWriter(ResponseWriter):
         stop: int | str | None = None,
     ) -> None:
         format, context, parsed = self._format, self._context, self._format.parsed
-        choice, after = _choice(parsed.chat, self._index, content, logprobs, finish, stop), format.after
+        choice = _choice(format.chat, self._index, content, logprobs, finish, stop)
+        after = format.after if finish is None else format.ending
         beside: dict[str, object] = {}
         if parsed.token_ids:
             choice["token_ids"] = tokens
             if self._prompt_due:
-                (beside if parsed.chat else choice)["prompt_token_ids"] = context.prompt
+                (beside if format.chat else choice)["prompt_token_ids"] = context.prompt
         if parsed.continuous_usage:
             beside["usage"] = usage(len(context.prompt), self._written)
             after = b"]}\n\n"
         if beside:
             after = b"]," + msgspec.json.encode(beside)[1:-1] + after[1:]
+        encoded = msgspec.json.encode(choice)
+        self._latest = _DetailedEvent(encoded, content, logprobs, tokens, self._prompt_due)
         self._prompt_due = False
-        self._stream.parts += (format.before, msgspec.json.encode(choice), after)
+        self._stream.parts += (format.before, encoded, after)
 
 
 class BufferedWriter(ResponseWriter):
@@ -431,6 +484,16 @@ class BufferedWriter(ResponseWriter):
         self._begin()
         self._gather(tokens, logprobs)
 
+    @property
+    def stop(self) -> int | str | None:
+        """The stop string or the stop token that ended the answer; None if neither did."""
+        return self._detokenizer.stop or self._stop_token
+
+    def pieces(self) -> Iterator[tuple[str, list[int], Sequence[Logprob]]]:
+        """Yield the text in the pieces that a stream would have had: each with its token, and the token's logprob."""
+        for place, text in enumerate(self._text):
+            yield text, self._tokens[place : place + 1], self._logprobs[place : place + 1]
+
     def choice(self, index: int) -> dict[str, Any]:
         """Return the finished answer as one choice of the response."""
         format, parsed, context = self._format, self._format.parsed, self._context
@@ -439,20 +502,19 @@ class BufferedWriter(ResponseWriter):
             shown = context.echoed_logprobs(format, self._tokens, self._logprobs)
         elif parsed.logprobs is not None:
             shown = format.show_logprobs(self._tokens, self._logprobs, 0)
-        stop = self._detokenizer.stop or self._stop_token
         out: dict[str, Any] = {
             "index": index,
             "finish_reason": self.reason,
-            "stop_reason": stop,
+            "stop_reason": self.stop,
             "logprobs": shown,
         }
-        if parsed.chat:
+        if format.chat:
             out["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             out["text"] = context.prompt_text + text
         if parsed.token_ids:
             out["token_ids"] = [] if parsed.silent else list(context.accepted)
-            if not parsed.chat:
+            if not format.chat:
                 out["prompt_token_ids"] = context.prompt
         return out
 

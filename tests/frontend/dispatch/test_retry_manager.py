@@ -383,7 +383,7 @@ async def test_b32_a_continuation_is_sampled_like_the_beginning() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [{"allowed_token_ids": [300]}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}]
+    "ask", [{"vllm_xargs": {"a": 1}}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}]
 )
 async def test_b32_fields_that_no_continuation_could_carry_are_refused_by_name(ask: Json) -> None:
     async with frontend(ScriptedWorker()) as kit:

@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 KNOWN = {
-    *("$ref", "anyOf", "enum", "type", "items", "minItems", "maxItems", "minLength", "maxLength", "pattern"),
+    *(
+        "$ref",
+        "anyOf",
+        "enum",
+        "const",
+        "type",
+        "items",
+        "minItems",
+        "maxItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+    ),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "maxProperties"),
     *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
     *("title", "description", "default"),
@@ -36,6 +48,8 @@ class Maker:
             return self.value(self._schemas[schema["$ref"].removeprefix(AT)], depth)
         if "enum" in schema:
             return self.dice.choice(schema["enum"])
+        if "const" in schema:
+            return schema["const"]
         if "anyOf" in schema:
             return self.value(self.dice.choice(schema["anyOf"]), depth)
         kind = schema.get("type", self.dice.choice(("string", "integer", "boolean", "null", "object")))

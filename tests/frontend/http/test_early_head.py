@@ -55,7 +55,7 @@ async def test_the_head_and_comments_are_sent_while_no_token_arrives() -> None:
         kit.api.openai.check(kit.director.now() + 1000.0)
         lines = (await response.read()).splitlines()
         events = [line for line in lines if line.startswith(b"data: ")]
-        assert events[-1] == b"data: [DONE]" and len(events) == 5
+        assert events[-1] == b"data: [DONE]" and len(events) == 4
         assert COMMENT.strip() not in lines
 
 
@@ -110,7 +110,7 @@ async def test_a_queued_request_gets_the_head_and_comments_and_then_its_answer()
             hold.set()
             events = [line for line in (await response.read()).splitlines() if line]
         assert events[0] == COMMENT.strip() and events[-1] == b"data: [DONE]"
-        assert len(events) == 6
+        assert len(events) == 5
         assert (await busy)[0] == 500
         assert kit.director.admission.queued("m") == 0
 

@@ -17,7 +17,7 @@ from waits import turns, until
 
 from controller.frontend.errors import ApiError
 from controller.frontend.openai.intake import CHEAP_BYTES, COMMAND, SLICE_BYTES, YIELD_BYTES, BodyScan, Intake
-from controller.frontend.openai.request_parser import parse_body
+from controller.frontend.openai.request_kinds import parse_body
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 
 REFUSED = "holdfast_bound_refusals_total"

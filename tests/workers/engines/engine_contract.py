@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -165,6 +166,12 @@ def asked(
     )  # fmt: skip
 
 
+def bad_words(*words: list[int]) -> dict[str, Any]:
+    """Return the parameters that ban these words: as tokens for own engines, as texts for the double of a server."""
+    texts = [" ".join(map(str, word)) for word in words]
+    return {"bad_word_tokens": [*words], "bad_words": texts}
+
+
 def prompt(length: int = 40, salt: int = 0) -> list[int]:
     """Return a prompt that is valid for every vocabulary of 2,048 ids."""
     return [300 + (i * 37 + salt * 101 + i * i) % 1500 for i in range(length)]
@@ -240,6 +247,38 @@ class EngineContract:
     async def test_a_bias_on_an_unknown_token_is_a_client_error(self, rig: Rig) -> None:
         answer = await rig.ask(prompt(), logit_bias={300: 1.0, 1_000_000: 1.0})
         assert (answer.error or "").startswith("invalid_request: ")
+
+    async def test_only_allowed_tokens_are_generated(self, rig: Rig) -> None:
+        allowed = [2000, 300, 1999, 302]
+        chance = {"temperature": 1.2, "seed": 7, "allowed_token_ids": allowed, "max_tokens": 20}
+        whole = (await rig.ask(prompt(), **chance)).tokens
+        assert len(whole) == 20 and set(whole) <= {*allowed} and len(set(whole)) > 1
+        rest = await rig.ask(prompt() + whole[:9], prompt=40, **chance | {"max_tokens": 11})
+        assert whole[:9] + rest.tokens == whole
+        refused = await rig.ask(prompt(), allowed_token_ids=[300, 1_000_000])
+        assert (refused.error or "").startswith("invalid_request: ")
+
+    async def test_bad_words_do_not_occur(self, rig: Rig) -> None:
+        few = {"allowed_token_ids": [300, 301, 302], "temperature": 1.2, "seed": 7, "max_tokens": 30}
+        whole = (await rig.ask(prompt(), **few)).tokens
+        pair = whole[4:6]
+        banned = few | bad_words(pair)
+        without = (await rig.ask(prompt(), **banned)).tokens
+        first = next(place for place, found in enumerate(pairwise(whole)) if [*found] == pair)
+        assert without[: first + 1] == whole[: first + 1]
+        assert tuple(pair) not in pairwise(without) and pair[1] in without
+
+    async def test_a_bad_word_is_found_across_a_cut(self, rig: Rig) -> None:
+        few = {"allowed_token_ids": [300, 301, 302], **bad_words([300, 301], [302, 300, 302])}
+        whole = (await rig.ask(prompt(), max_tokens=20, **few)).tokens
+        for cut in range(1, 20):
+            rest = await rig.ask(prompt() + whole[:cut], prompt=40, max_tokens=20 - cut, **few)
+            assert whole[:cut] + rest.tokens == whole
+
+    async def test_tokens_of_the_prompt_are_no_part_of_a_bad_word(self, rig: Rig) -> None:
+        last = prompt()[-1]
+        first = (await rig.ask(prompt(), max_tokens=1)).tokens
+        assert (await rig.ask(prompt(), max_tokens=1, **bad_words([last, *first]))).tokens == first
 
     async def test_min_p_keeps_only_likely_tokens(self, rig: Rig) -> None:
         greedy = (await rig.ask(prompt())).tokens

@@ -16,12 +16,11 @@ from events.wire import Generate, Sampling
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.exchange import (
     PROBES,
-    REPEAT_S_MAX,
-    REPEAT_S_MIN,
     WORD,
     Constraints,
     read_prompt_logprobs,
 )
+from workers.engines.openai.field_probes import REPEAT_S_MAX, REPEAT_S_MIN
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.stream_decoder import Fault
 
@@ -265,3 +264,42 @@ async def test_a_continuation_does_not_repeat_prompt_logprobs(rig: Rig) -> None:
 def test_invalid_prompt_logprobs_are_a_server_error(said: str, words: str) -> None:
     with pytest.raises(Fault, match=words):
         read_prompt_logprobs(said.encode("latin-1"), [5, 6], 1)
+
+
+# --- limits on tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("allowed_token_ids", [300, 301]), ("bad_words", ["300", "301 302"])]
+)
+async def test_limits_on_tokens_reach_an_upstream_that_obeys_them(
+    rig: Rig, upstream: Upstream, name: str, value: list[Any]
+) -> None:
+    answer = await rig.ask(prompt(), max_tokens=3, **{name: value})
+    assert answer.finish == "length" and upstream.bodies[-1][name] == value
+    await rig.ask(prompt(), max_tokens=3)
+    assert name not in upstream.bodies[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("allowed_token_ids", [300, 301]), ("bad_words", ["300", "301 302"])]
+)
+async def test_limits_on_tokens_are_refused_by_name_if_an_upstream_ignores_them(
+    rig: Rig, upstream: Upstream, name: str, value: list[Any]
+) -> None:
+    upstream.obeys = frozenset({"limits ignored"})
+    answer = await rig.ask(prompt(), max_tokens=3, **{name: value})
+    assert answer.error is not None
+    refusal = read_refusal(answer.error.partition(":")[2])
+    assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
+    assert not upstream.bodies, "the request itself was not sent"
+
+
+@pytest.mark.parametrize("manner", ["llamacpp", "strict", "text"])
+async def test_limits_on_tokens_need_an_upstream_with_token_ids(upstream: Upstream, manner: Any) -> None:
+    upstream.manner = manner
+    rig = Rig(OpenAIEngine(UpstreamSettings(url=upstream.url)))
+    await rig.start()
+    answer = await rig.ask(prompt(), prompt_text="a", max_tokens=3, allowed_token_ids=[300])
+    await rig.engine.stop()
+    assert answer.error is not None and "allowed_token_ids" in answer.error

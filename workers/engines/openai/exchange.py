@@ -23,6 +23,7 @@ from events.refusal import RequestRefusal, unsupported
 from events.wire import Chunk, Generate, Logprob, ProxiedRequest
 from workers.engines.engine import lacks_adapter
 from workers.engines.openai.capabilities import Abilities
+from workers.engines.openai.field_probes import FieldProbes, TokenLimitProbes
 from workers.engines.openai.identity_watch import IdentityWatch
 from workers.engines.openai.pooling import CANARIES, as_answer
 from workers.engines.openai.proxy import pieces
@@ -76,24 +77,6 @@ CONTRADICTIONS: dict[Style, JsonObject] = {
     "ebnf": {"ebnf": GRAMMAR, "regex": WORD},
     "gbnf": {"grammar": GRAMMAR, "json_schema": SCHEMA["schema"]},
 }
-REPEAT_S_MIN = 10.0
-REPEAT_S_MAX = 900.0
-
-
-@dataclass(slots=True)
-class Failed:
-    """A failed probe of a request field that `Constraints` may use, and the time at which to repeat the probe."""
-
-    again_at: float  # time of the repetition; loop seconds
-    wait_s: float  # seconds between the failure and the repetition
-
-
-@dataclass(frozen=True, slots=True)
-class Obeyed:
-    """A successful probe of a request field that `Constraints` may use, and the limits of its validity."""
-
-    until: float  # time of its expiry; loop seconds
-    doubts: int  # the upstream's doubt count at the probe; the probe is invalid when the count has changed
 
 
 @dataclass(eq=False)
@@ -110,18 +93,11 @@ class Constraints:
     contradictory constraint. If the server rejects the contradiction, it has read the field, which counts as obeying. vLLM
     rejects a contradiction before the request reaches the engine. A grammar that does not compile is not used as the
     contradiction, because such a grammar terminates the engine of some vLLM versions.
-
-    A failed probe is repeated after 10 s at the earliest. With each further failure, this time doubles, up to 15 min. The result
-    of a successful probe is valid for 15 min. It becomes invalid earlier after a 401, 403, 404 or a broken connection, because
-    another server may have replaced the upstream.
     """
 
     # returns the text of a short completion with the given fields, or None if the server rejects them
     complete: Callable[[JsonObject], Awaitable[str | None]]
-    doubts: Callable[[], int] = lambda: 0  # returns how often the upstream has behaved like another server
-    _obeyed: dict[Style, Obeyed] = field(default_factory=dict)
-    _failed: dict[Style, Failed] = field(default_factory=dict)
-    _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    probes: FieldProbes = field(default_factory=FieldProbes)
 
     async def translate(self, guided: JsonObject, fallback: JsonObject | None = None) -> JsonObject:
         """Translate a constraint into a request field that the server obeys.
@@ -152,21 +128,7 @@ class Constraints:
         raise Fault(unsupported(field, "this model's server does not constrain its answers by it").error)
 
     async def _obeys(self, style: Style) -> bool:
-        async with self._probing:
-            now, failed = asyncio.get_running_loop().time(), self._failed.get(style)
-            obeyed, doubts = self._obeyed.get(style), self.doubts()
-            if obeyed is not None and now < obeyed.until and doubts == obeyed.doubts:
-                return True
-            if failed is not None and now < failed.again_at:
-                return False
-            if await self._probe(style):
-                self._obeyed[style] = Obeyed(now + REPEAT_S_MAX, doubts)
-                self._failed.pop(style, None)
-                return True
-            self._obeyed.pop(style, None)
-            wait_s = REPEAT_S_MIN if failed is None else min(2 * failed.wait_s, REPEAT_S_MAX)
-            self._failed[style] = Failed(now + wait_s, wait_s)
-            return False
+        return await self.probes.obeys(style, partial(self._probe, style))
 
     async def _probe(self, style: Style) -> bool:
         """Return whether the server obeys a constraint in the field `style`, or rejects a contradictory one.
@@ -265,7 +227,9 @@ class Exchange:
 
     def __post_init__(self) -> None:
         completed = partial(self.upstream.completed_text, self.abilities)
-        self._constraints = Constraints(completed, lambda: self.identity.doubts)
+        probes = FieldProbes(lambda: self.identity.doubts)
+        self._constraints = Constraints(completed, probes)
+        self._limits = TokenLimitProbes(self.upstream, self.abilities, probes)
 
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
@@ -310,6 +274,7 @@ class Exchange:
         if request.guided is not None:
             guided = await self._constraints.translate(request.guided, request.guided_fallback)
             request = msgspec.structs.replace(request, guided=guided)
+        await self._limits.check(request.sampling)
         before = await prompt_logprobs(self.upstream, self.abilities, request)
         async with self.upstream.complete(self.abilities, request, handle) as response:
             if response.status != 200:

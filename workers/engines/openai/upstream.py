@@ -72,7 +72,7 @@ CLIENT_MISTAKES = (400, 413, 422)
 USUAL = Sampling(max_tokens=0)
 UNUSUAL = (
     "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 """Sampling parameters that are sent if they differ from their values in USUAL."""
 NOTHING_ADDED: dict[str, object] = {

@@ -139,6 +139,33 @@ def constrained(ranked: Candidates, digest: int, allowed: int) -> Candidates:
     return ((token, 0.0),)
 
 
+def permitted(ranked: Candidates, digest: int, allowed: Sequence[int], banned: Collection[int]) -> Candidates:
+    """Return those of the candidates `ranked` that are in `allowed`, or all if it is empty, and not in `banned`.
+
+    If there is none, return other tokens, with the logits of the candidates. If all tokens in `allowed` are banned, they are
+    allowed nevertheless.
+    """
+    if allowed:
+        left = [token for token in dict.fromkeys(allowed) if token not in banned] or allowed
+        found = tuple(pair for pair in ranked if pair[0] in left)
+        begin = digest % len(left)
+        others = [*left[begin:], *left[:begin]]
+    else:
+        found = tuple(pair for pair in ranked if pair[0] not in banned)
+        others = [token for token in _in_order(digest, range(CANDIDATES, SPAN)) if token not in banned]
+    return found or tuple((token, logit) for token, (_, logit) in zip(others, ranked, strict=False))
+
+
+def permitted_bits(bits: int, allowed: Sequence[int], banned: Collection[int]) -> int:
+    """Return the tokens in `bits` that are in `allowed`, or all if it is empty, and not in `banned`.
+
+    Bit n stands for token n. Return `bits` if no token is left.
+    """
+    if allowed:
+        bits = bits & sum(1 << token for token in set(allowed)) or bits
+    return bits & ~sum(1 << token for token in banned) or bits
+
+
 def _in_order(digest: int, ranks: range) -> list[int]:
     """Return the tokens at these ranks of preference for the next token. The best token has rank 0.
 

@@ -30,6 +30,7 @@ from workers.engines.simulated import language
 from workers.engines.simulated.kv_cache import EvictorKind
 from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKEN_BYTES, VOCABULARY, Reasoning
 from workers.engines.simulated.tool_calls import call_constraint
+from workers.engines.token_limits import completing
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
@@ -164,7 +165,7 @@ class SampledSequence(SimulatedSequence):
 
     __slots__ = (
         "banned", "counts", "digest", "ends", "ends_below", "follower", "full", "hash", "marks", "note", "plain", "quick",
-        "request", "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
+        "recent", "request", "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
     )  # fmt: skip
 
     def __init__(
@@ -199,6 +200,8 @@ class SampledSequence(SimulatedSequence):
         self.seed = seed_of(request)
         # how often each token was generated so far, replayed tokens included; empty if the request has no penalties
         self.counts = Counter(tokens[request.prompt_tokens :] if penalises(sampling) else ())
+        # the tokens generated so far, replayed tokens included; empty if the request has no bad words
+        self.recent = list(tokens[request.prompt_tokens :] if sampling.bad_word_tokens else ())
 
     def use_hash(self, running: xxhash.xxh3_64) -> None:
         """Replace the running hash by `running`, which must include all tokens so far."""
@@ -271,12 +274,18 @@ def _is_plain(sampling: Sampling) -> bool:
         and not sampling.stop_token_ids
         and not sampling.logit_bias
         and not penalises(sampling)
+        and not limits_tokens(sampling)
     )
 
 
 def penalises(sampling: Sampling) -> bool:
     """Return whether the sampling parameters contain a penalty for earlier tokens."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1.0
+
+
+def limits_tokens(sampling: Sampling) -> bool:
+    """Return whether the sampling parameters exclude tokens: by a list of those that are allowed, or by bad words."""
+    return bool(sampling.allowed_token_ids or sampling.bad_word_tokens)
 
 
 def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, dict[int, int]]:
@@ -511,10 +520,17 @@ def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Ch
     bias = sampling.logit_bias
     open_to = language.with_biased(ranked, digest, bias) if bias else ranked
     follower = sequence.follower if place >= sequence.thought else None
+    banned = sequence.banned if early else frozenset()
+    words = sampling.bad_word_tokens
+    bad = completing(words, sequence.recent, 0) if words else set()
     if follower is not None and not follower.broken:
-        open_to = language.constrained(open_to, digest, follower.allowed())
+        permitted = language.permitted_bits(follower.allowed(), sampling.allowed_token_ids, bad)
+        open_to = language.constrained(open_to, digest, permitted)
         early = early and open_to[0][0] != EOS
-    token = language.choose(open_to, sampling, sequence.counts, sequence.banned if early else (), luck)
+        banned = banned if early else frozenset()
+    elif limits_tokens(sampling):
+        open_to = language.permitted(open_to, digest, sampling.allowed_token_ids, bad | banned)
+    token = language.choose(open_to, sampling, sequence.counts, banned, luck)
     if token >= FIRST and faults.sampler:
         token = faults.drawn(token, sampling.temperature, FIRST, SPAN)
     token = sequence.marks.get(place, token)
@@ -526,6 +542,8 @@ def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Ch
         sequence.unusual[place] = token
     if penalises(sampling):
         sequence.counts[token] += 1
+    if words:
+        sequence.recent.append(token)
     logprobs: list[Logprob] | None = None
     if sampling.logprobs:
         logprobs = [language.logprobs(ranked, token, sampling.logprobs, faults.drift)]

@@ -5,8 +5,9 @@ answer continues exactly after a migration, and does not depend on the rest of t
 as vLLM's, would lose its state in a migration.
 
 As in vLLM, logit biases are applied before the penalties and the temperature, and `min_p` after the temperature and before
-`top_p`. Presence and frequency penalties count generated tokens only. The repetition penalty counts the prompt, too. Logprobs are
-computed from the raw logits, before all these steps, so that they describe the model alone.
+`top_p`. Tokens that the request excludes (`allowed_token_ids`, bad words) are removed before sampling. Presence and frequency
+penalties count generated tokens only. The repetition penalty counts the prompt, too. Logprobs are computed from the raw logits,
+before all these steps, so that they describe the model alone.
 """
 
 import math
@@ -22,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from events.wire import Logprob
+from workers.engines.token_limits import completing
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
 # prompt rows of logits that are computed at once; with a vocabulary of 150,000, they take 77 MB
@@ -57,7 +59,8 @@ def plain(one: TorchSequence) -> bool:
     """Return whether the next token of this sequence is simply the one with the largest logit."""
     s = one.sampling
     penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
-    adjusted = penalised or s.logit_bias or one.follower is not None
+    limited = s.allowed_token_ids or s.bad_word_tokens
+    adjusted = penalised or s.logit_bias or limited or one.follower is not None
     return s.temperature < GREEDY_BELOW and not adjusted and one.generated >= s.min_tokens
 
 
@@ -74,6 +77,7 @@ def _adjusted(row: Tensor, one: TorchSequence) -> int:
     allowed = torch.ones(len(scores), dtype=torch.bool)
     if one.follower is not None and not one.follower.broken:
         allowed = _as_mask(one.follower.allowed(), len(scores))
+    allowed = _limited(allowed, one)
     if one.generated < one.sampling.min_tokens and one.barred:
         longer = allowed.clone()
         longer[list(one.barred)] = False
@@ -83,6 +87,23 @@ def _adjusted(row: Tensor, one: TorchSequence) -> int:
     if one.sampling.temperature < GREEDY_BELOW:
         return int(scores.argmax())
     return _draw(scores, one)
+
+
+def _limited(allowed: Tensor, one: TorchSequence) -> Tensor:
+    """Return the allowed tokens without those that the request excludes, by `allowed_token_ids` or by a bad word.
+
+    A limit that would leave no token is ignored.
+    """
+    s = one.sampling
+    if s.allowed_token_ids:
+        named = torch.zeros_like(allowed)
+        named[s.allowed_token_ids] = True
+        allowed = named & allowed if (named & allowed).any() else allowed
+    if s.bad_word_tokens and (banned := completing(s.bad_word_tokens, one.tokens, one.prompt_tokens)):
+        rest = allowed.clone()
+        rest[list(banned)] = False
+        allowed = rest if rest.any() else allowed
+    return allowed
 
 
 def _as_mask(bits: int, size: int) -> Tensor:

@@ -93,6 +93,21 @@ class Tokens:
             return whole[len(before) :]
         return self.encode(text, special=False)
 
+    def word_tokens(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences that spell these words at the beginning of a text or after a space, as vLLM's.
+
+        The form after a space is left out if it begins with the same token as the other one, or has another length. A
+        word that the tokenizer removes has no sequence.
+        """
+        found: list[list[int]] = []
+        for word in (word.lstrip() for word in words):
+            begun, spaced = self.encode(word, special=False), self.encode(f" {word}", special=False)
+            if begun:
+                found.append(begun)
+            if begun and len(spaced) == len(begun) and spaced[0] != begun[0]:
+                found.append(spaced)
+        return found
+
     def tokens_min(self, text: str, enough: int) -> int:
         """Return a lower bound of the number of tokens of a text, computed from the text's length.
 

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: the models of its bodies, their conversion to chats, its answers and stored responses."""
