@@ -58,9 +58,9 @@ class RequestReader:
             return self.pass_on(head, body, refused), body
         if parsed.model not in self._table.known:
             parsed = self._named(parsed, chosen_model(self._director, parsed.model))
-        workers = self._table.models.get(parsed.model)
+        workers = self._table.serving(parsed.served)
         if workers and not workers[0].generates:
-            raise _not_offered(parsed.model, head.path)
+            raise _not_offered(parsed.served, head.path)
         return parsed, body
 
     def pass_on(self, head: Head, body: bytes, refused: ApiError) -> ParsedRequest:
@@ -100,8 +100,8 @@ class RequestReader:
         )
 
 
-def _not_offered(model: str, path: str) -> ApiError:
-    return ApiError(404, f"no server of {model} offers {path}", code="unknown_url")
+def _not_offered(served: str, path: str) -> ApiError:
+    return ApiError(404, f"no server of {served} offers {path}", code="unknown_url")
 
 
 def admitted_proxied(
