@@ -1,4 +1,4 @@
-"""The file that lists the upstreams of one worker process, `upstreams.yaml`: its fields, its parser and its errors.
+"""The file that lists the upstreams of one worker process: its fields, its parser and its errors.
 
     defaults: {key_file: /run/secrets/vllm.key, tls: {ca_file: /etc/ssl/gpu-ca.pem}}
     upstreams:
@@ -80,6 +80,34 @@ ADJUSTABLE = ("key_file", "tls", "headers", "proxy", "weight", "zone", "limits",
 """The fields that change while the worker runs. For any other field, the worker drains and joins again."""
 
 
+def upstreams_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the file, for editors and checks before a roll-out."""
+    _, parts = msgspec.json.schema_components([UpstreamEntry], ref_template="#/$defs/{name}")
+    fields = parts["UpstreamEntry"]["properties"]
+    shared = {name: value for name, value in fields.items() if name not in OWN_FIELDS}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "The upstreams of a Holdfast worker process",
+        "type": "object",
+        "properties": {
+            "defaults": {
+                "description": "Fields that all entries share; an entry's own field replaces the default as a whole.",
+                "type": ["object", "null"],
+                "properties": shared,
+                "additionalProperties": False,
+            },
+            "upstreams": {
+                "type": "array",
+                "items": {"$ref": "#/$defs/UpstreamEntry"},
+                "maxItems": UPSTREAMS_MAX,
+            },
+        },
+        "required": ["upstreams"],
+        "additionalProperties": False,
+        "$defs": parts,
+    }
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """A safe YAML loader that rejects a mapping with two equal keys. PyYAML would silently use the last one."""
 
@@ -141,14 +169,14 @@ def parse_upstreams(text: bytes, where: str = "upstreams.yaml") -> tuple[Upstrea
     Raise BadUpstreams with all errors. `where` is the file's name in the errors.
     """
     document = _load(text, where)
-    values = document.values if document.values is not None else {}
-    if not isinstance(values, dict) or not {*values} <= {"defaults", "upstreams"}:
+    values = document.values
+    # an empty file is an error, because it is more often a mistake than the wish to stop all upstreams
+    if not isinstance(values, dict) or not {"upstreams"} <= {*values} <= {"defaults", "upstreams"}:
         raise BadUpstreams(f"{where}:1: expected a mapping with the keys upstreams and, optionally, defaults")
     errors = list(_defaults_errors(values.get("defaults"), document))
     listed = values.get("upstreams")
-    listed = [] if listed is None else listed
     if not isinstance(listed, list):
-        errors.append((1, "upstreams: expected a list"))
+        errors.append((1, "upstreams: expected a list; write [] for none"))
         listed = []
     if len(listed) > UPSTREAMS_MAX:
         errors.append((1, f"upstreams: {len(listed)} entries, at most {UPSTREAMS_MAX} fit one process"))
@@ -254,7 +282,7 @@ def _type_error(name: str, value: object) -> str:
 
 
 def _value_errors(entry: UpstreamEntry) -> Iterator[tuple[str, str]]:
-    """Yield the errors of an entry whose fields have the right types: the field, and a text that begins with it."""
+    """Yield the errors of an entry with fields of the right types: the field, and a text that begins with it."""
     if not _NAME.fullmatch(entry.name):
         yield "name", f"name = {entry.name!r}: use letters, digits, - and _, beginning with a letter or digit"
     for name, schemes in (("url", SCHEMES), ("proxy", ("http",))):

@@ -1252,6 +1252,7 @@ _shtab_holdfast_worker_options=(
   "--preemption[simulated\: which request is preempted when KV blocks run out (default\: newest)]:X:"
   "--reasoning[simulated\: reasoning before answers\: start_thinking_token_id, end_thinking_token_id, thinking_ratio]:X:"
   "--fatal-tokens[simulated\: comma-separated token ids\; a prompt that contains this sequence crashes the process]:X:"
+  "--adapters[simulated\: comma-separated names of LoRA adapters\; each changes the tokens of answers]:X:"
   "--grace-s[seconds for streams to finish after SIGTERM (default\: 60.0)]:X:"
   "--orchestrator-grace-s[seconds from the orchestrator\'s stop request to its SIGKILL\; grace_s is reduced to fit]:X:"
   "--pre-stop[seconds of orchestrator_grace_s that a preStop hook takes before SIGTERM (default\: 0.0)]:X:"

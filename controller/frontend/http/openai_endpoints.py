@@ -21,10 +21,11 @@ from controller.frontend.openai.completion import (
     AdmittedRequest,
     Completion,
     answer_tokens,
+    read_prompts,
     refuse_unsupported,
 )
 from controller.frontend.openai.field_names import in_terms_of
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.output_formats import FormatTable, check_formats
 from controller.frontend.openai.request_head import Head
 from controller.frontend.openai.sse import SseStream, StreamedResponse
@@ -109,6 +110,7 @@ class OpenAiEndpoints:
         Return the response to write, or None if the response was streamed.
         """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
+        headers[heads.MODE] = "exact"
         model, kind, owner = "", "unary", ""
         error: ApiError | None = None
         try:

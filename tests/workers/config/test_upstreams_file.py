@@ -1,4 +1,4 @@
-"""The file of upstreams: defaults, relative paths, and errors that name the line, the entry and the field."""
+"""The file of upstreams: defaults, relative paths, and errors with line, entry and field."""
 
 from pathlib import Path
 
@@ -53,9 +53,10 @@ def test_relative_paths_begin_at_the_files_folder(tmp_path: Path) -> None:
     assert first.model == ""
 
 
-@pytest.mark.parametrize("text", ["", "upstreams:\n", "upstreams: []\n"])
-def test_a_file_may_list_no_upstream(text: str) -> None:
-    assert parse_upstreams(text.encode()) == ()
+def test_only_an_empty_list_stops_all_upstreams() -> None:
+    assert parse_upstreams(b"upstreams: []\n") == ()
+    assert "up.yaml:1: expected a mapping" in error("")
+    assert "upstreams: expected a list; write [] for none" in error("upstreams:\n")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,8 @@ def test_a_file_may_list_no_upstream(text: str) -> None:
         ("upstreams:\n  - gpu1\n", "up.yaml:2: upstreams[0]: expected a mapping with name and url"),
         ("upstreams: gpu1\n", "upstreams: expected a list"),
         ("servers: []\n", "up.yaml:1: expected a mapping with the keys upstreams and, optionally, defaults"),
-        ("defaults: {url: x}\n", "up.yaml:1: defaults.url: each upstream has its own"),
-        ("defaults:\n  weight: 2\n", "up.yaml:2: defaults.weight: expected `float` <= 1.0"),
+        ("defaults: {url: x}\nupstreams: []\n", "up.yaml:1: defaults.url: each upstream has its own"),
+        ("defaults:\n  weight: 2\nupstreams: []\n", "up.yaml:2: defaults.weight: expected `float` <= 1.0"),
         ("upstreams:\n  - {name: a\n", "up.yaml:3: "),
         ("upstreams:\n  - name: a\n    url: http://a\n    name: b\n", "up.yaml:4: the key 'name' occurs twice"),
         ("upstreams: !!python/object:os.system {}\n", "up.yaml:1: could not determine a constructor"),

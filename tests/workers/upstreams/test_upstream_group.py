@@ -1,4 +1,4 @@
-"""Many upstreams in one process: they come and go with the file, and a failure of one does not reach the others."""
+"""Many upstreams in one process: they come and go, and a failure of one does not reach the others."""
 
 import asyncio
 import shutil
@@ -147,7 +147,7 @@ async def test_headers_keys_weights_and_limits_change_without_a_new_instance(pro
     while server.headers[-1:] == [] or server.headers[-1].get("Authorization") != "Bearer secret":
         assert await process.answers("a") == 16  # the key's file is read every second
     assert server.headers[-1]["X-Team"] == "search"
-    worker = next(iter(process.group.workers))  # type: ignore[union-attr,arg-type]
+    worker = next(iter(process.group.workers))  # type: ignore[union-attr]
     assert (worker.engine.load().weight, worker.engine.load().batch) == (0.25, 1)
     await process.reload()
     assert (worker.engine.load().weight, worker.engine.load().batch) == (1.0, 0)

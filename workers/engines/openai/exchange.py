@@ -231,6 +231,11 @@ class Exchange:
         self._constraints = Constraints(completed, probes)
         self._limits = TokenLimitProbes(self.upstream, self.abilities, probes)
 
+    def use_key_file(self, file: Path | None) -> None:
+        """Read the API key from this file from now on. None: send no key."""
+        if file != self.key.file:
+            self.key.use_file(file)
+
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
 
@@ -258,7 +263,8 @@ class Exchange:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = self.upstream.route.tls_trouble(error) or str(error) or type(error).__name__
+            route = self.upstream.route
+            words = route.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:
