@@ -183,8 +183,8 @@ class StoredResponses:
         options = completion.format.parsed.response if completion is not None else None
         if completion is not None and options is not None and options.owner == owner:
             if verb == "cancel":
-                self._cancel(options, completion)
-            elif verb == "get":
+                return self._cancelled(options, completion)
+            if verb == "get":
                 return snapshot(options, completion)
         stored = self._store.get(id)
         if stored is None or stored.owner != owner:
@@ -193,13 +193,16 @@ class StoredResponses:
             self._store.remove(id)
         return stored
 
-    def _cancel(self, options: ResponseOptions, completion: Completion) -> None:
-        """End a response in progress, and keep it as cancelled."""
+    def _cancelled(self, options: ResponseOptions, completion: Completion) -> StoredResponse:
+        """End a response in progress, and return it. Keep it, if its request permits."""
         error = ApiError(499, "the response was cancelled", code="cancelled")
         completion.finish(error)
         self._driver.cancel(completion.answers)
         self._running.pop(options.id, None)
-        self._store.add(ended_response(options, completion, error), self._now())
+        found = ended_response(options, completion, error)
+        if options.store:
+            self._store.add(found, self._now())
+        return found
 
 
 def tag_of(frontend: str) -> str:

@@ -5,7 +5,18 @@ import json
 from typing import Any
 
 import pytest
-from answering import ARGUMENTS, ASKED, CALL, HERMES, REASONER, SCHEMA, THINKING, answering, named_events
+from answering import (
+    ARGUMENTS,
+    ASKED,
+    CALL,
+    HERMES,
+    REASONER,
+    SCHEMA,
+    THINKING,
+    TextWorker,
+    answering,
+    named_events,
+)
 from frontend_kit import TOKENS, Kit, frontend
 from scripted_worker import Act, ScriptedWorker
 from simulated_frontend import simulated
@@ -92,6 +103,14 @@ async def test_plain_text_is_one_block() -> None:
         assert message == await streamed(kit)
     assert message["content"] == [{"type": "text", "text": "It is sunny."}]
     assert message["stop_reason"] == "end_turn"
+
+
+async def test_an_engine_that_returns_text_gives_the_same_message() -> None:
+    text = "<think>Hm.</think>It is sunny."
+    async with answering(text, kind=TextWorker, reasoning_parsers=REASONER) as (kit, _):
+        message = await whole(kit)
+        assert message == await streamed(kit)
+    assert [block.get("text") or block["thinking"] for block in message["content"]] == ["Hm.", "It is sunny."]
 
 
 async def test_an_empty_answer_has_no_blocks() -> None:
