@@ -71,7 +71,8 @@ class UpstreamEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_replay: list[str] = []  # endpoints where it replays lost KV events, one per DP rank
     pause: bool = False  # whether the upstream gets no worker; a running worker drains and leaves
     # dns: each address of the URL's host is an upstream of its own, with all fields of this entry
-    discover: Literal["", "dns"] = ""
+    # kubernetes: each ready pod of the Service SERVICE.NAMESPACE, the URL's host, is one
+    discover: Literal["", "dns", "kubernetes"] = ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, ...)"  # a header may be a secret

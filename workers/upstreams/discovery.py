@@ -11,6 +11,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -82,6 +83,16 @@ class DnsDiscovery:
         self._resolve = resolve
         self._every_s = every_s
 
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses that were found last, sorted."""
+        return self.found.addresses
+
+    @property
+    def error(self) -> str:
+        """Why the name is not resolved now; empty: it is."""
+        return self.found.error
+
     async def run(self) -> None:
         """Resolve until cancelled."""
         host = URL(self.entry.url).host or ""
@@ -108,6 +119,26 @@ class DnsDiscovery:
     def entries(self) -> list[UpstreamEntry]:
         """Return one entry for each address, which inherits all fields of the discovered one."""
         return [expanded(self.entry, address) for address in self.found.addresses]
+
+
+class Discovery(Protocol):
+    """Finds the servers of one entry of the file."""
+
+    entry: UpstreamEntry  # as the file lists it now
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses that were found last, sorted."""
+
+    @property
+    def error(self) -> str:
+        """Why the addresses may be outdated; empty: they are not."""
+
+    async def run(self) -> None:
+        """Search until cancelled."""
+
+    def entries(self) -> list[UpstreamEntry]:
+        """Return one entry for each address."""
 
 
 def expanded(entry: UpstreamEntry, address: str) -> UpstreamEntry:

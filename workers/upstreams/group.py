@@ -20,7 +20,7 @@ from workers.config.upstreams import UpstreamEntry
 from workers.exits import BROKE
 from workers.shutdown import CLEANUP_S, Stop, broken, or_exit
 from workers.upstreams.changes import changes
-from workers.upstreams.discovery import DnsDiscovery, merged
+from workers.upstreams.discovery import Discovery, DnsDiscovery, merged
 from workers.upstreams.journals import UpstreamJournals, add
 from workers.upstreams.slot import BuildLife, UpstreamSlot
 from workers.upstreams.watched_file import LOOK_S, UpstreamsFile
@@ -28,6 +28,19 @@ from workers.worker import InferenceWorker
 from workers.worker_group import LEAVE_S, BackOff
 
 log = structlog.get_logger(__name__)
+
+
+def discovery_of(entry: UpstreamEntry, changed: Callable[[], object]) -> Discovery:
+    """Return the discovery that an entry's field `discover` selects. It calls `changed` when its servers have changed."""
+    if entry.discover == "dns":
+        return DnsDiscovery(entry, changed)
+    from workers.upstreams.endpoint_slices import SliceDiscovery  # imports aiohttp
+
+    return SliceDiscovery(entry, changed)
+
+
+def _same_search(one: UpstreamEntry, other: UpstreamEntry) -> bool:
+    return (one.url, one.discover) == (other.url, other.discover)
 
 
 class UpstreamGroup:
@@ -42,7 +55,7 @@ class UpstreamGroup:
         grace_s: float,
         name_check_s: float = 0.0,
         back_off: BackOff | None = None,
-        discover: Callable[[UpstreamEntry, Callable[[], object]], DnsDiscovery] = DnsDiscovery,
+        discover: Callable[[UpstreamEntry, Callable[[], object]], Discovery] = discovery_of,
     ) -> None:
         """Prepare to run the upstreams of `file`.
 
@@ -58,7 +71,7 @@ class UpstreamGroup:
         self._back_off = back_off
         self._discover = discover
         self._listed: tuple[UpstreamEntry, ...] = ()
-        self._discoveries: dict[str, DnsDiscovery] = {}
+        self._discoveries: dict[str, Discovery] = {}
         self._discovering: dict[str, asyncio.Task[None]] = {}
         self._entries: tuple[UpstreamEntry, ...] = ()
         self._slots: dict[str, UpstreamSlot] = {}
@@ -104,7 +117,7 @@ class UpstreamGroup:
         self._listed = tuple(listed)
         wanted = {entry.name: entry for entry in listed if entry.discover}
         for name in [*self._discoveries]:
-            if name not in wanted or wanted[name].url != self._discoveries[name].entry.url:
+            if name not in wanted or not _same_search(wanted[name], self._discoveries[name].entry):
                 self._discovering.pop(name).cancel()
                 del self._discoveries[name]
         for name, entry in wanted.items():
@@ -174,8 +187,8 @@ class UpstreamGroup:
                 {
                     "name": name,
                     "url": one.entry.url,
-                    "addresses": one.found.addresses,
-                    "error": one.found.error,
+                    "addresses": one.addresses,
+                    "error": one.error,
                 }
                 for name, one in self._discoveries.items()
             ],

@@ -253,7 +253,7 @@ complete -c holdfast -n '_shtab_holdfast_using upstream add' -l ca-file -x -d 'P
 complete -c holdfast -n '_shtab_holdfast_using upstream add' -l cert-file -x -d 'PEM file with the client certificate'
 complete -c holdfast -n '_shtab_holdfast_using upstream add' -l cert-key-file -x -d 'PEM file with the client certificate'"'"'s private key'
 complete -c holdfast -n '_shtab_holdfast_using upstream add' -l server-name -x -d 'name for SNI and for the check of the server'"'"'s certificate'
-complete -c holdfast -n '_shtab_holdfast_using upstream add' -l discover -xka "dns" -d 'dns: make each address of the URL'"'"'s host an upstream of its own'
+complete -c holdfast -n '_shtab_holdfast_using upstream add' -l discover -xka "dns kubernetes" -d 'make each address (dns) or each ready pod (kubernetes) behind the URL'"'"'s host an upstream of its own'
 complete -c holdfast -n '_shtab_holdfast_using upstream add' -l no-verify -d 'accept any certificate of the server'
 complete -c holdfast -n '_shtab_holdfast_using upstream add' -l weight -x -d 'share of requests, compared with an upstream of weight 1 (default: 1)'
 complete -c holdfast -n '_shtab_holdfast_using upstream add' -l within -x -d 'seconds to wait until the effect is visible (default: 60)'
