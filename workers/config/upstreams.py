@@ -13,7 +13,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import yaml
@@ -29,6 +29,7 @@ from workers.config.upstream_route import TLS_FILES, UpstreamTls
 BYTES_MAX = 4 * 1024 * 1024
 ERRORS_MAX = 10  # errors that one message lists
 UPSTREAMS_MAX = 1000  # of one process
+DISCOVERED_NAME_MAX = 24
 SCHEMES = ("http", "https")
 # a name is a token of the broker's subjects, a part of file names, and a label of metrics
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -69,13 +70,16 @@ class UpstreamEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_events: list[str] = []  # endpoints where it publishes KV events (tcp://host:5557), one per DP rank
     kv_replay: list[str] = []  # endpoints where it replays lost KV events, one per DP rank
     pause: bool = False  # whether the upstream gets no worker; a running worker drains and leaves
+    # dns: each address of the URL's host is an upstream of its own, with all fields of this entry
+    # kubernetes: each ready pod of the Service SERVICE.NAMESPACE, the URL's host, is one
+    discover: Literal["", "dns", "kubernetes"] = ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, ...)"  # a header may be a secret
 
 
 _TYPES = get_type_hints(UpstreamEntry, include_extras=True)
-OWN_FIELDS = ("name", "url", "pause")  # fields that `defaults` cannot set
+OWN_FIELDS = ("name", "url", "pause", "discover")  # fields that `defaults` cannot set
 ADJUSTABLE = ("key_file", "tls", "headers", "proxy", "weight", "zone", "limits", "pause")
 """The fields that change while the worker runs. For any other field, the worker drains and joins again."""
 
@@ -289,6 +293,13 @@ def _value_errors(entry: UpstreamEntry) -> Iterator[tuple[str, str]]:
         value = getattr(entry, name)
         if (value or name == "url") and (why := _url_error(value, schemes)):
             yield name, f"{name}: {why}"
+    if entry.discover and len(entry.name) > DISCOVERED_NAME_MAX:
+        yield (
+            "name",
+            f"name: at most {DISCOVERED_NAME_MAX} characters with discover, which appends the address",
+        )
+    if entry.discover and entry.kv_events:
+        yield "kv_events", "kv_events: not possible with discover; list the servers one by one"
     tls = entry.tls
     if tls != UpstreamTls() and not entry.url.startswith("https://"):
         yield "tls", "tls: only valid with an https:// URL"

@@ -75,6 +75,8 @@ def test_only_an_empty_list_stops_all_upstreams() -> None:
         (entry("proxy: 'socks5://p'"), "proxy: expected a URL such as http://gpu1:8000"),
         (entry("kv_events: ['http://a:1']"), "kv_events: 'http://a:1' is not an endpoint (tcp://host:5557)"),
         (entry("kv_replay: ['tcp://a:1']"), "kv_replay: 1 endpoints, kv_events has 0"),
+        (entry("discover: mdns"), "discover: invalid enum value 'mdns'"),
+        (entry("discover: dns, kv_events: ['tcp://a:1']"), "kv_events: not possible with discover"),
         ("upstreams:\n  - url: http://a\n", "up.yaml:2: upstreams[0]: name: missing"),
         ("upstreams:\n  - {name: a.b, url: 'http://a'}\n", "name = 'a.b': use letters, digits, - and _"),
         ("upstreams:\n  - {name: a, url: 'gpu1:8000'}\n", "upstreams[0] (a): url: expected a URL such as http://"),
