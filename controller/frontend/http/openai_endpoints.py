@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/chat/completions and POST /v1/completions, from request bytes to response."""
+"""The endpoints of chat and text completions, from request bytes to response."""
 
 import asyncio
 import itertools
@@ -123,6 +123,8 @@ class OpenAiEndpoints:
                 parsed = parse_body(head.endpoint, given)
             else:
                 parsed = await self.intake.parsed(head.endpoint, given)
+            if head.endpoint == heads.INVOCATIONS:
+                head = msgspec.structs.replace(head, endpoint=heads.COMPLETIONS[parsed.chat])
             if parsed.unknown:
                 heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
             kind = "stream" if parsed.stream else "unary"

@@ -38,7 +38,11 @@ from controller.frontend.request.routing_overrides import (
 from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
 
-ENDPOINTS = {"/v1/chat/completions": "chat_completions", "/v1/completions": "completions"}
+INVOCATIONS = "invocations"  # either of the other two, by the request's body
+COMPLETIONS = ("completions", "chat_completions")  # by whether a request is a chat
+ENDPOINTS = {
+    "/v1/chat/completions": "chat_completions", "/v1/completions": "completions", "/invocations": INVOCATIONS,
+}  # fmt: skip
 KEPT_MAX = 256  # number of heads in the cache
 READ_AHEAD = 2**16  # read-ahead limit that aiohttp's parser requires; the parser receives no body here
 REQUEST_ID_MAX = 128

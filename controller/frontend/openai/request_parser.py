@@ -243,6 +243,17 @@ def parse_completion(data: object) -> ParsedRequest:
     return parsed
 
 
+def parse_invocation(data: object) -> ParsedRequest:
+    """Parse a decoded body of /invocations: of a chat if it has messages, or of a text completion if it has a prompt.
+
+    If a field is invalid or both are missing, raise ApiError (400).
+    """
+    given = data if isinstance(data, dict) else {}
+    if "messages" not in given and "prompt" not in given:
+        raise invalid("the body must have messages or a prompt", "messages")
+    return parse_any_chat(data) if "messages" in given else parse_completion(data)
+
+
 def _from_plain(chat: models.PlainChat) -> ParsedRequest:
     options = chat.stream_options
     return ParsedRequest(
@@ -448,6 +459,7 @@ def parse_detokenize(data: object) -> DetokenizeRequest:
 KINDS: dict[str, tuple[Callable[[object], object], type]] = {
     "chat_completions": (parse_any_chat, ParsedRequest),
     "completions": (parse_completion, ParsedRequest),
+    "invocations": (parse_invocation, ParsedRequest),
     "tokenize": (parse_tokenize, TokenizeRequest),
     "detokenize": (parse_detokenize, DetokenizeRequest),
     "json": (lambda data: data, object),
