@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/chat/completions and POST /v1/completions, from request bytes to response."""
+"""The endpoints of chat and text completions, from request bytes to response."""
 
 import asyncio
 import itertools
@@ -121,7 +121,7 @@ class OpenAiEndpoints:
                 overrides = read_overrides(given.raw_headers, self.director.settings.router)
                 asked = heads.read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
                 head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
-            parsed, body = await self._reader.read(head, given)
+            head, parsed, body = await self._reader.read(head, given)
             if parsed.unknown:
                 heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
             kind, model = "stream" if parsed.stream else "unary", parsed.model
