@@ -37,6 +37,7 @@ PUBLISHES: Mapping[str, tuple[type[Observation], ...]] = {
     "worker": (
         seen.WorkerAwaited,
         seen.WorkerJoined,
+        seen.AdaptersChanged,
         seen.WorkerLeft,
         seen.ShutdownBegan,
         seen.DrainFinished,

@@ -118,6 +118,7 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     guided_fallback: Json | None = None
     # An HTTP request to pass on instead of `tokens`, which are empty. `prompt_tokens` is then an estimate.
     proxied: ProxiedRequest | None = None
+    adapter: str = ""  # name of the LoRA adapter to use; empty: the model without an adapter
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
@@ -187,6 +188,7 @@ class Logprob(msgspec.Struct, array_like=True):
 
     chosen: float
     top: list[tuple[int, float]] = []
+    rank: int = 0  # of the chosen token, from 1 for the best one; 0: unknown, as for all tokens of an answer
 
 
 class Chunk(msgspec.Struct, array_like=True):

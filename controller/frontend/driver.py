@@ -330,6 +330,7 @@ class Driver:
                 self._end(live, now, finish, error)
             case do.Rewind(count):
                 live.rewind(count)
+                live.answer.exact |= count == 0
             case do.Park(keep_room):
                 self.waiting.park(live, keep_room=keep_room)
             case do.QueueAgain():
@@ -348,7 +349,7 @@ class Driver:
                 live.exposure = action
             case do.Refuse(abandoned):
                 request, none = live.request, dispatcher.no_worker
-                error = self.admission.refusal(none, request.model, request.tier)
+                error = self.admission.refusal(none, request.served, request.tier)
                 if abandoned:
                     self.reports.abandoned(live, none.code)
                 self._end(live, now, error=error)
@@ -415,7 +416,7 @@ class Driver:
             until = live.state.began_at + self.settings.admission.queue_s * latency
         wait_s = max(0.0, until - now)
         turn = self.queued[live] = admission.again(
-            request.model, request.lineage, wait_s, live.state.declined
+            request.served, request.lineage, wait_s, live.state.declined
         )
 
         def over(turn: "asyncio.Future[Reservation]") -> None:
@@ -428,7 +429,7 @@ class Driver:
                 if wanted:
                     self._resume(live)
             elif wanted and isinstance(error, WaitedTooLong | NoWorker):
-                self.feed(live, on.RequestRejected(admission.refusal(error, request.model, request.tier)))
+                self.feed(live, on.RequestRejected(admission.refusal(error, request.served, request.tier)))
 
         turn.add_done_callback(over)
 

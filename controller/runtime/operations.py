@@ -453,6 +453,7 @@ class ControlOperations:
             "lingers": self._lingers(worker),
             "in_flight": beat.in_flight if beat is not None and worker.alive else None,
             "last_canary": canary,
+            "adapters": list(joined.adapters),
         }
 
     async def _last_seq(self) -> int | None:

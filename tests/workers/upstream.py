@@ -61,7 +61,9 @@ class Upstream:
     defaults: dict[str, Any] = field(default_factory=dict)  # for what a request omits
     model: str = "up"
     root: str = ""  # of its weights, if it reports one
-    names: tuple[str, ...] = ()  # further names of the same weights; it also lists an adapter of them
+    names: tuple[str, ...] = ()  # further names of the same weights
+    adapters: tuple[str, ...] = ()  # LoRA adapters that are loaded
+    sglang: bool = False  # it selects an adapter by `lora_path`, and ignores `model`
     version: str = "0.32.0"  # empty: it cannot be read now
     retry_after: str = ""  # with each `http_` fault, if set
     listings: int = 0  # times that its models were listed
@@ -192,6 +194,7 @@ class Upstream:
     async def _models(self, request: web.Request) -> web.Response:
         self.listings += 1
         about: dict[str, Any] = {"id": self.model, "object": "model", "created": self.listings}
+        about["owned_by"] = "sglang" if self.sglang else "vllm"
         if self.root:
             about["root"] = self.root
         if self.manner == "vllm":
@@ -199,14 +202,16 @@ class Upstream:
         else:
             about["meta"] = {"n_ctx": self.context} | ({"size": self.size} if self.size else {})
         further = [{**about, "id": name} for name in self.names]
-        adapters = [{**about, "id": "adapter", "parent": self.model}] if further else []
+        adapters = [{**about, "id": name, "root": f"/{name}", "parent": self.model} for name in self.adapters]
         return web.json_response({"object": "list", "data": [about, *further, *adapters]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         if not self.generates:
             raise web.HTTPNotFound
         body = await request.json()
-        if body["model"] != self.model:
+        if self.sglang and body.get("lora_path") not in (None, *self.adapters):
+            return web.json_response({"error": {"message": "the adapter was never loaded"}}, status=400)
+        if not self.sglang and body["model"] not in (self.model, *self.adapters):
             return web.json_response({"error": {"message": "the model does not exist"}}, status=404)
         if refusal := self._refusal(body):
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
@@ -291,8 +296,8 @@ class Upstream:
         found = prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"], eos=eos)
         return [None] + [
             {
-                str(t): {"logprob": value, "rank": 1, "decoded_token": f"<{t}>"}
-                for t, value in [(token, one.chosen), *one.top]
+                str(t): {"logprob": value, "rank": rank, "decoded_token": f"<{t}>"}
+                for rank, (t, value) in [(99, (token, one.chosen)), *enumerate(one.top, 1)]
             }
             for token, one in zip(body["prompt"][1:], found[1:], strict=True)
         ]
@@ -342,11 +347,16 @@ class Upstream:
             logprobs=max(1, body.get("logprobs", 0)),
             **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
         )
-        scheduler = Scheduler(EngineShape(model=self.model + self.weights, context_tokens=self.context))
+        scheduler = Scheduler(EngineShape(model=self.weights_of(body), context_tokens=self.context))
         # A server cannot distinguish a prompt from replayed tokens; this double must know them for penalties.
         scheduler.submit(1, Generate(1, "r", tokens, body.get("prompt_tokens", len(tokens)), sampling))
         while not scheduler.plan().idle:
             yield from (chunk for _, chunk in scheduler.step())
+
+    def weights_of(self, body: dict[str, Any]) -> str:
+        """Return the name of the weights that answer a request: those of the model, or also of an adapter."""
+        named = body.get("lora_path", self.model) if self.sglang else body["model"]
+        return self.model + self.weights + (named if named in self.adapters else "")
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], answer: list[Chunk]

@@ -5,7 +5,7 @@ a thread, on another server, or in short callbacks. The output of a step is deli
 frame per step. One call may deliver the outputs of several steps, in step order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -77,6 +77,9 @@ class EngineIdentity:
     server: str = ""  # host and port of the server that runs the model; empty: this process runs the model
     lineage: str = ""  # the server's reports on its weights and on how it computes; empty: none were reported
     paths: tuple[str, ...] = ()  # HTTP paths of the server to which clients' requests can be passed on
+    adapters: tuple[
+        str, ...
+    ] = ()  # names of its LoRA adapters; the only field that changes while the engine runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +265,16 @@ class Engine(Protocol):
         """Stop running steps, and free all resources of the engine within a few seconds."""
 
 
+def lacks_adapter(request: Generate, adapters: Collection[str]) -> str:
+    """Return the error for a request with an adapter that this engine does not have now; empty if it can use the adapter.
+
+    The error makes the frontend send the request to another worker.
+    """
+    if not request.adapter or request.adapter in adapters:
+        return ""
+    return "not_serving: this worker does not have the adapter of the request"
+
+
 def validate_request(request: Generate, context: int, vocabulary: int) -> str | None:
     """Return why a request can never be served, or None if it can.
 
@@ -278,7 +291,7 @@ def validate_request(request: Generate, context: int, vocabulary: int) -> str | 
         return f"invalid_request: logit_bias: token ids go from 0 to {vocabulary - 1}"
     allowed, words = request.sampling.allowed_token_ids, request.sampling.bad_word_tokens
     if not all(word and 0 <= min(word) <= max(word) < vocabulary for word in words):
-        return f"invalid_request: bad_words: a word has tokens, and token ids go from 0 to {vocabulary - 1}"
+        return f"invalid_request: bad_words: token ids go from 0 to {vocabulary - 1}"
     if allowed and not 0 <= min(allowed) <= max(allowed) < vocabulary:
         return f"invalid_request: allowed_token_ids: token ids go from 0 to {vocabulary - 1}"
     return None

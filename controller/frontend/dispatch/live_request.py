@@ -259,6 +259,7 @@ class Continuation(msgspec.Struct):
             rank=rank,
             cache_epoch=endpoint.cache_epoch,
             priority=asked.priority,
+            adapter=asked.adapter,
         )
 
     def _rest(self, grammar: AnswerGrammar) -> str:

@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/chat/completions and POST /v1/completions, from request bytes to response."""
+"""The endpoints of chat and text completions, from request bytes to response."""
 
 import asyncio
 import itertools
@@ -21,10 +21,11 @@ from controller.frontend.openai.completion import (
     AdmittedRequest,
     Completion,
     answer_tokens,
+    read_prompts,
     refuse_unsupported,
 )
 from controller.frontend.openai.field_names import in_terms_of
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.output_formats import FormatTable, check_formats
 from controller.frontend.openai.request_head import Head
 from controller.frontend.openai.sse import SseStream, StreamedResponse
@@ -101,15 +102,6 @@ class OpenAiEndpoints:
             headers = answer_headers(head, self.cors)
             return refusal(internal(), headers, messages=head.endpoint == "messages")
 
-    def with_own_headers(self, head: Head, request: web.BaseRequest) -> Head:
-        """Return a head with the routing overrides and the admission headers of its request.
-
-        Raise ApiError (400) if one of them is invalid.
-        """
-        overrides = read_overrides(request.raw_headers, self.director.settings.router)
-        asked = heads.read_admission(request.raw_headers) if self._admission.by_deadline else head.asked
-        return msgspec.structs.replace(head, overrides=overrides, asked=asked)
-
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
     ) -> web.Response | None:
@@ -118,6 +110,7 @@ class OpenAiEndpoints:
         Return the response to write, or None if the response was streamed.
         """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
+        headers[heads.MODE] = "exact"
         model, kind, owner = "", "unary", ""
         error: ApiError | None = None
         try:
@@ -125,8 +118,10 @@ class OpenAiEndpoints:
                 owner = self.keys.check(head.credentials)
             # the fast path has already parsed these headers together with the head
             if not isinstance(given, bytes):
-                head = self.with_own_headers(head, given)
-            parsed, body = await self._reader.read(head, given)
+                overrides = read_overrides(given.raw_headers, self.director.settings.router)
+                asked = heads.read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
+                head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
+            head, parsed, body = await self._reader.read(head, given)
             if parsed.unknown:
                 heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
             kind, model = "stream" if parsed.stream else "unary", parsed.model
@@ -210,7 +205,7 @@ class OpenAiEndpoints:
         take the released room. An answer that has to wait nevertheless reserves the same room again. Raise ApiError if
         the request is refused.
         """
-        routing, model, tier = self.director.routing, call.parsed.model, call.head.tier
+        routing, served, tier = self.director.routing, call.parsed.served, call.head.tier
         if self._admission.by_deadline:
             lineage = self._admission.look(call)
             admitted = await self._admitted(call, lineage)
@@ -221,14 +216,14 @@ class OpenAiEndpoints:
             reservation.free()
             admitted = msgspec.structs.replace(admitted, first_token_by=until)
         else:
-            reservation = await self._admission.admit(model, tier)
+            reservation = await self._admission.admit(served, tier)
             try:
                 admitted = await self._admitted(call, reservation.lineage)
             finally:
                 # released for the answers, which are launched before the next request in the queue
                 reservation.free()
         priority = 0 if admitted.first_token_by is None else routing.table.urgency(tier)
-        return Completion(admitted, stream, priority, routing.limit(model)), reservation
+        return Completion(admitted, stream, priority, routing.limit(call.parsed.model)), reservation
 
     async def _admitted(self, call: heads.Call, lineage: Lineage) -> AdmittedRequest:
         """Tokenize a request's prompts and return the admitted request. Raise ApiError if the request is invalid."""
@@ -236,10 +231,10 @@ class OpenAiEndpoints:
         began = director.now()
         try:
             if parsed.proxied is not None:
-                group, tokens = director.routing.group(parsed.model, lineage), await self.tokens(BUILTIN)
+                group, tokens = director.routing.group(parsed.served, lineage), await self.tokens(BUILTIN)
                 return admitted_proxied(call, parsed.proxied, lineage, group, tokens, next(self._serial))
             tokens = await self.tokens_of(parsed.model, lineage)
-            group = director.routing.group(parsed.model, lineage)
+            group = director.routing.group(parsed.served, lineage)
             if group.text_only:
                 refuse_unsupported(parsed, group)
             for field, names in parsed.template_reads.items():
@@ -253,9 +248,9 @@ class OpenAiEndpoints:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last worker of this lineage left while its tokenizer was loaded
-            raise self._admission.refusal(error, parsed.model, call.head.tier) from error
+            raise self._admission.refusal(error, parsed.served, call.head.tier) from error
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
-        salt = seed(namespace=parsed.cache_salt)
+        salt = seed(lora=parsed.adapter, namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
         words = parsed.sampling.bad_words
         bad = tokens.word_tokens(words) if words and group.engine != "openai" else []

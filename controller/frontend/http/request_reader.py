@@ -22,9 +22,11 @@ from controller.frontend.openai.request_parser import ParsedRequest, read_chat, 
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames, seed
-from events.proxied_paths import AUDIO, BATCHES, CHATS, POOLING
+from events.proxied_paths import AUDIO, BATCHES, CHATS, COMPLETIONS, EMBEDDINGS, POOLING
 from events.wire import ProxiedRequest
 
+INVOCATIONS = {b'"messages"': CHATS, b'"prompt"': COMPLETIONS, b'"input"': EMBEDDINGS}
+"""For /invocations: the path for a body with this field."""
 ONLY_PROXIED = frozenset((BATCHES, *POOLING, *AUDIO))
 FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
@@ -37,8 +39,11 @@ class RequestReader:
         self._table = director.table
         self._intake = intake
 
-    async def read(self, head: Head, given: bytes | web.BaseRequest) -> tuple[ParsedRequest, bytes]:
-        """Return a parsed request, which names a served model, and its body. Raise ApiError if the body is invalid."""
+    async def read(self, head: Head, given: bytes | web.BaseRequest) -> tuple[Head, ParsedRequest, bytes]:
+        """Return the head of a request, the parsed request, which names a served model, and its body.
+
+        Raise ApiError if the body is invalid.
+        """
         if head.media.startswith(FORMS) and head.path not in AUDIO:
             raise invalid("the header Content-Type must be application/json, not a form", "Content-Type")
         if head.mode not in heads.MODES:
@@ -49,8 +54,13 @@ class RequestReader:
         else:
             received = await self._intake.receive(given, json=head.path not in AUDIO)
         body = received.body
+        if head.endpoint == heads.INVOCATIONS:
+            path = next((path for field, path in INVOCATIONS.items() if field in body), "")
+            if not path:
+                raise invalid("the body must have messages, a prompt or an input", "messages")
+            head = msgspec.structs.replace(head, path=path, endpoint=heads.ENDPOINTS[path])
         if head.mode == "proxied" or head.path in ONLY_PROXIED:
-            return self._offered(head, body), body
+            return head, self._offered(head, body), body
         parsed: ParsedRequest
         try:
             if received.scan is None:
@@ -58,13 +68,13 @@ class RequestReader:
             else:
                 parsed = await self._intake.parse(head.endpoint, received)
         except ApiError as refused:
-            return self.pass_on(head, body, refused), body
+            return head, self.pass_on(head, body, refused), body
         if parsed.model not in self._table.known:
-            parsed = _named(parsed, chosen_model(self._director, parsed.model))
-        workers = self._table.models.get(parsed.model)
+            parsed = self._named(parsed, chosen_model(self._director, parsed.model))
+        workers = self._table.serving(parsed.served)
         if workers and not workers[0].generates:
-            raise _not_offered(parsed.model, head.path)
-        return parsed, body
+            raise _not_offered(parsed.served, head.path)
+        return head, parsed, body
 
     def pass_on(self, head: Head, body: bytes, refused: ApiError) -> ParsedRequest:
         """Return a request in the form in which a server gets it unchanged.
@@ -82,22 +92,29 @@ class RequestReader:
     def _offered(self, head: Head, body: bytes) -> ParsedRequest:
         """Return a proxied request. Raise ApiError (404) if no server of its model offers its path."""
         parsed = read_proxied(head.path, head.media, body)
-        model = chosen_model(self._director, parsed.model)
-        if not any(head.path in one.joined.paths for one in self._table.models.get(model, ())):
-            raise _not_offered(model, head.path)
-        return _named(parsed, model)
+        served = chosen_model(self._director, parsed.model)
+        if not any(head.path in one.joined.paths for one in self._table.serving(served)):
+            raise _not_offered(served, head.path)
+        return self._named(parsed, served)
+
+    def _named(self, parsed: ParsedRequest, served: str) -> ParsedRequest:
+        """Return a request for this model or adapter, for a client that may have used an alias or no name.
+
+        In the body of a proxied request, an adapter's name stays as it is.
+        """
+        model, adapter = self._table.model_of(served), self._table.adapter_of(served)
+        if parsed.model == model:
+            return parsed
+        proxied = parsed.proxied
+        if proxied is not None and parsed.model != served:
+            proxied = with_model(proxied, served)
+        return msgspec.structs.replace(
+            parsed, model=model, adapter=adapter, called=parsed.model, proxied=proxied
+        )
 
 
-def _not_offered(model: str, path: str) -> ApiError:
-    return ApiError(404, f"no server of {model} offers {path}", code="unknown_url")
-
-
-def _named(parsed: ParsedRequest, model: str) -> ParsedRequest:
-    """Return a request for this model, for a client that may have used an alias or no name."""
-    if parsed.model == model:
-        return parsed
-    proxied = None if parsed.proxied is None else with_model(parsed.proxied, model)
-    return msgspec.structs.replace(parsed, model=model, called=parsed.model, proxied=proxied)
+def _not_offered(served: str, path: str) -> ApiError:
+    return ApiError(404, f"no server of {served} offers {path}", code="unknown_url")
 
 
 def admitted_proxied(
@@ -109,7 +126,7 @@ def admitted_proxied(
     call.parsed = msgspec.structs.replace(call.parsed, max_tokens=wanted)
     call.headers[heads.MODE] = "proxied"
     prompt = pseudo_tokens(proxied.body, context - wanted)
-    names = BlockNames(prompt, seed(namespace=proxied.path))
+    names = BlockNames(prompt, seed(lora=call.parsed.adapter, namespace=proxied.path))
     return AdmittedRequest(
         call, lineage, [(prompt, "", names)], group, tokens, OutputFormats(), None, [], serial
     )

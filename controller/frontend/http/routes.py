@@ -14,13 +14,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http import (
-    invocations,
-    messages_endpoints,
-    responses_endpoints,
-    status_endpoints,
-    tokenizing,
-)
+from controller.frontend.http import messages_endpoints, responses_endpoints, status_endpoints, tokenizing
+from controller.frontend.http.docs_page import PAGE_HEADERS, docs_page
 from controller.frontend.http.messages_endpoints import CountedTokens
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import JSON, json_answer
@@ -37,7 +32,7 @@ from events.proxied_paths import AUDIO, BATCHES, POOLING
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
-EVENTS, TEXT = "text/event-stream", "text/plain"
+EVENTS, TEXT, HTML = "text/event-stream", "text/plain", "text/html"
 MODEL = "{model}"  # stands for the rest of a path, which may be any text
 MODEL_PATH = f"/v1/models/{MODEL}"
 RESPONSE = "{response_id}"
@@ -67,6 +62,7 @@ _IGNORED: dict[str, dict[str, str]] = {
 }
 _HEADERS = {
     "X-Request-Id": "the client's id of the request",
+    "X-Holdfast-Mode": "exact or proxied: whether the server behind a worker gets the body unchanged",
     "X-Priority": "premium, standard or best_effort",
     "traceparent": "trace of the request (W3C Trace Context)",
     "X-Holdfast-TTFT-Deadline-Ms": "maximum milliseconds to the first token; with admission by deadlines only, like the next two",
@@ -96,6 +92,12 @@ async def openapi(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.S
     return json_answer(document())
 
 
+async def docs(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
+    """Handle GET /docs."""
+    page = docs_page(msgspec.json.decode(document()))
+    return web.Response(text=page, content_type=HTML, headers=PAGE_HEADERS)
+
+
 ROUTES = (
     Route(
         "POST", "/v1/chat/completions", OpenAiEndpoints.serve, "Create a chat completion.", (models.ChatBody,),
@@ -104,6 +106,11 @@ ROUTES = (
     Route(
         "POST", "/v1/completions", OpenAiEndpoints.serve, "Create a text completion.", (models.CompletionBody,),
         media=(JSON, EVENTS),
+    ),
+    Route(
+        "POST", "/invocations", OpenAiEndpoints.serve,
+        "Create a chat completion from a body with messages, or a text completion from one with a prompt (SageMaker).",
+        (models.ChatBody, models.CompletionBody), media=(JSON, EVENTS),
     ),
     Route(
         "POST", "/v1/messages", OpenAiEndpoints.serve, "Create a message (Anthropic's API).", (messages.MessagesBody,),
@@ -132,10 +139,6 @@ ROUTES = (
         for path in (BATCHES, *POOLING)
     ),
     *(Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.") for path in AUDIO),
-    Route(
-        "POST", "/invocations", invocations.invoke, "Handle a chat, a completion or another request by its fields (SageMaker).",
-        (models.PoolingBody,), media=(JSON, EVENTS),
-    ),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(
@@ -154,6 +157,7 @@ ROUTES = (
         "Set the busy thresholds of a model on all frontends.", (models.BusyThresholdBody,), api=False, admin=True,
     ),
     Route("GET", "/openapi.json", openapi, "Return this document.", api=False),
+    Route("GET", "/docs", docs, "Return this document as a page.", media=(HTML,), api=False),
     Route("GET", "/version", status_endpoints.version, "Return the version of Holdfast.", answer=Version, api=False),
     Route("GET", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
     Route("POST", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),

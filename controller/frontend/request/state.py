@@ -44,6 +44,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     # The HTTP request to pass on to the server behind the worker; `prompt` then stands for its body. None: `prompt` is sent.
     proxied: ProxiedRequest | None = None
+    adapter: str = ""  # the LoRA adapter; empty: the model without an adapter
     overrides: RoutingOverrides = NO_OVERRIDES
     # the client's trace, passed on to the workers and set on the events about this request
     traceparent: str = ""
@@ -57,7 +58,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return Generate(
             0, self.id, [], len(self.prompt), self.sampling,
             traceparent=self.traceparent, rank=rank, priority=self.priority, proxied=self.proxied,
+            adapter=self.adapter,
         )  # fmt: skip
+
+    @property
+    def served(self) -> str:
+        """The name under which the endpoint table lists the workers that may serve the request: its adapter, or its model."""
+        return self.adapter or self.model
 
     @property
     def tokens_max(self) -> int:

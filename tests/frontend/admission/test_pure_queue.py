@@ -96,13 +96,13 @@ def test_the_bound_holds_for_each_model_over_all_lines(given: list[tuple[object,
         if made.sent_back:
             queue.line_of(made).push(made)
             continue
-        assert queue.full(made.model) == (counts[made.model] == most)
-        if not queue.full(made.model):
+        assert queue.full(made.served) == (counts[made.served] == most)
+        if not queue.full(made.served):
             queue.line_of(made).push(made)
-            counts[made.model] += 1
+            counts[made.served] += 1
     assert {model: queue.in_line(model) for model in MODELS} == counts
     assert all(count <= most for count in counts.values())
-    assert sum(queue.waiting().values()) == sum(queue.length(model) for model in queue.models())
+    assert sum(queue.waiting().values()) == sum(queue.length(model) for model in queue.names())
 
 
 @given(st.lists(PLACED, min_size=1, max_size=30), st.data())

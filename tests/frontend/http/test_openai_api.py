@@ -20,7 +20,8 @@ from controller.frontend import driver
 from controller.frontend.errors import ApiError
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.openai import writers
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.completion import read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.request_head import fresh_id, own_id
 from controller.frontend.openai.request_parser import parse_completion
 from controller.frontend.openai.text.long_texts import LONG_TEXT
@@ -871,3 +872,12 @@ async def test_served_requests_are_reported() -> None:
         (fact,) = kit.said(RequestsServed)
         assert (fact.worker, fact.instance, fact.count, fact.tokens) == ("w1", "i1", 3, 12)
         assert fact.routed_under == 1
+
+
+@pytest.mark.parametrize("media", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+async def test_a_form_is_refused_where_json_is_expected(media: str) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        sent = {"data": json.dumps(CHAT), "headers": {"Content-Type": media}}
+        async with kit.http.post(f"{kit.url}/v1/chat/completions", **sent) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, "Content-Type")

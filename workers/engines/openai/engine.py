@@ -49,6 +49,7 @@ from workers.engines.engine import (
     Stopped,
     discard_events,
     discard_output,
+    lacks_adapter,
 )
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.exchange import Exchange, UpstreamKey
@@ -147,9 +148,10 @@ class OpenAIEngine:
         self._limit = change.requests_max
         self._set_runs()
         if self._upstream is not None:
-            self._upstream.route.use(change.route)
-        if self._exchange is not None and self._exchange.key.file != change.key_file:
-            self._exchange.key.use_file(change.key_file)
+            route = self._upstream.route
+            route.use(change.route)
+        if self._exchange is not None:
+            self._exchange.use_key_file(change.key_file)
 
     @property
     def announces(self) -> bool:
@@ -179,6 +181,8 @@ class OpenAIEngine:
             return f"overloaded: the upstream takes no new requests for {closed_s:.1f} s"
         if overload := self._requests.overload(canary=request.canary):
             return overload
+        if error := lacks_adapter(request, self.identity.adapters):
+            return error
         if request.proxied is not None:
             return None
         if not request.tokens and not request.prompt_text:
@@ -209,7 +213,7 @@ class OpenAIEngine:
         request = msgspec.structs.replace(self._epochs.salted(request), sampling=sampling)
         salted = request.cache_salt or request.canary
         if self._account is not None and self._abilities.extensions and salted:
-            self._account.salted(request.tokens)
+            self._account.salted(request)
         task = asyncio.ensure_future(self._serve(key, request, handle))
         movable = self._abilities.handles and not request.canary
         self._requests.begin(key, request, task, movable=movable)
@@ -354,12 +358,16 @@ class OpenAIEngine:
     async def check(self) -> None:
         """Raise EngineDead if the upstream is unhealthy, and EngineChanged if the upstream's identity has changed.
 
+        Also update the adapters of the engine's identity.
+
         An upstream is unhealthy if it refuses several health checks in a row. It is also unhealthy if for `silent_s` seconds (a
         setting) it neither answers health checks nor sends tokens.
         """
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
             raise EngineChanged(f"the server {self._settings.url} has changed: {self._watch.changed}")
+        if self._watch is not None and self._watch.adapters != self.identity.adapters:
+            self.identity = replace(self.identity, adapters=self._watch.adapters)
         began, health = time.monotonic(), self._health
         answer = await self._upstream.healthy(ANSWER_S_MAX)
         if self._watch is not None and (answer.trouble or health.troubled):

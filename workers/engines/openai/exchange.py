@@ -22,6 +22,7 @@ from events.grammar.refusals import GrammarRefused
 from events.process.key_file import read_key
 from events.refusal import RequestRefusal, unsupported
 from events.wire import Chunk, Generate, Logprob, ProxiedRequest
+from workers.engines.engine import lacks_adapter
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.field_probes import FieldProbes, TokenLimitProbes
 from workers.engines.openai.identity_watch import IdentityWatch
@@ -49,6 +50,7 @@ LOGPROBS_BYTES_MAX = 32 * 1024 * 1024
 KEY_EVERY_S = 1.0  # between two reads of the key's file
 KEY_READ_S_MAX = 2.0  # a file system that hangs must not delay requests
 NOT_SERVED = (404, 405, 501)  # statuses of a server that does not have the path of a proxied request
+UNLOADED = (400, 404)  # statuses for an adapter that the server does not have (SGLang, vLLM)
 STRANGE = (*UNAUTHORIZED, 404)  # statuses which suggest that another server has replaced the upstream
 
 log = structlog.get_logger(__name__)
@@ -232,6 +234,11 @@ class Exchange:
         self._constraints = Constraints(completed, probes)
         self._limits = TokenLimitProbes(self.upstream, self.abilities, probes)
 
+    def use_key_file(self, file: Path | None) -> None:
+        """Read the API key from this file from now on. None: send no key."""
+        if file != self.key.file:
+            self.key.use_file(file)
+
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
 
@@ -259,7 +266,8 @@ class Exchange:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = self.upstream.route.tls_trouble(error) or str(error) or type(error).__name__
+            route = self.upstream.route
+            words = route.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:
@@ -279,7 +287,8 @@ class Exchange:
         before = await prompt_logprobs(self.upstream, self.abilities, request)
         async with self.upstream.complete(self.abilities, request, handle) as response:
             if response.status != 200:
-                return await self._refused(response, canary=request.canary)
+                gone = await self._adapter_gone(request, response.status)
+                return gone or await self._refused(response, canary=request.canary)
             async for data in response.content.iter_any():
                 chunks = reading.feed(data)
                 self._emit(emit, put_before(chunks, before))
@@ -309,6 +318,8 @@ class Exchange:
         """
         async with self.upstream.proxy(self.abilities, request, proxied) as response:
             status = response.status
+            if gone := await self._adapter_gone(request, status):
+                return gone
             if status >= 400 and not is_client_error(status):
                 error = await self._refused(response, canary=False)
                 if status in NOT_SERVED and not error.startswith("not_serving"):
@@ -328,6 +339,12 @@ class Exchange:
             except Fault as fault:  # not returned, because a request with output must not be sent again
                 self._emit(emit, [Chunk(0, [], error=str(fault))])
         return None
+
+    async def _adapter_gone(self, request: Generate, status: int) -> str:
+        """Return the error for a request that the upstream refuses because it has unloaded the adapter; otherwise empty."""
+        if not request.adapter or status not in UNLOADED or await self.identity.lists(request.adapter):
+            return ""
+        return lacks_adapter(request, self.identity.adapters)
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
         """Return the error in a response with an error status.
@@ -350,9 +367,10 @@ class Exchange:
 
 
 class RankedToken(msgspec.Struct):
-    """vLLM's record of one candidate token at one position of a prompt. Only the field that is used here is decoded."""
+    """vLLM's record of one candidate token at one position of a prompt. Only the fields that are used here are decoded."""
 
     logprob: float | None = None
+    rank: int | None = None
 
 
 class EchoedChoice(msgspec.Struct):
@@ -395,7 +413,7 @@ def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
         raise Fault(f"engine_error: the upstream's logprobs of a prompt cannot be read: {error}") from None
     if found is None:
-        raise Fault(unsupported("echo", "this model's server gives no logprobs of a prompt").error)
+        raise Fault(unsupported("prompt_logprobs", "this model's server gives no logprobs of a prompt").error)
     if len(found) != len(tokens):
         raise Fault(f"engine_error: of {len(tokens)} tokens the upstream gives the logprobs of {len(found)}")
     later = zip(tokens[1:], found[1:], strict=True)
@@ -406,7 +424,8 @@ def _position(token: int, ranked: dict[str, RankedToken], top: int) -> Logprob:
     values = {int(name): finite(one.logprob) for name, one in ranked.items() if name.isdigit()}
     if token not in values:
         raise Fault("engine_error: the upstream does not say how likely a token of the prompt is")
-    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top])
+    rank = ranked[str(token)].rank or 0
+    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top], max(0, rank))
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:

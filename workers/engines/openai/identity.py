@@ -94,6 +94,7 @@ def identify(
         server=server_address(settings.url),
         lineage=known.lineage,
         paths=known.paths,
+        adapters=known.adapters,
     )
 
 

@@ -18,11 +18,19 @@ import msgspec
 from yarl import URL
 
 from events.errors import HoldfastError
-from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from events.proxied_paths import PATHS
 from events.wire import Generate, ProxiedRequest, Sampling
 from workers.config.upstream_route import UpstreamRoute
-from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, context_of, merged
+from workers.engines.openai import adapters
+from workers.engines.openai.capabilities import (
+    Abilities,
+    Told,
+    adapters_of,
+    also_served,
+    context_of,
+    merged,
+    told_values,
+)
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.pooling import pooling_path
 from workers.engines.openai.route import RequestRoute, tls_reason
@@ -252,7 +260,9 @@ class Upstream:
                 self.model,
                 context_tokens=context_of(about),
                 root=root,
-                also_served=_also_served(every, about),
+                also_served=also_served(every, about),
+                adapters=adapters_of(every, about),
+                lora_path=about.get("owned_by") == "sglang",
                 size=size if isinstance(size, int) else None,
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -288,7 +298,7 @@ class Upstream:
                 found[path] = None if text is None else (("kv_cache_dtype", dtype[1]),) if dtype else ()
                 continue
             said = await self.page(path)
-            found[path] = None if said is None else _told(said, LINEAGE_PAGES[path])
+            found[path] = None if said is None else told_values(said, LINEAGE_PAGES[path])
         return found
 
     async def probed(
@@ -471,7 +481,8 @@ class Upstream:
     def proxy(self, abilities: Abilities, request: Generate, proxied: ProxiedRequest) -> PendingResponse:
         """Return a context manager that passes a client's HTTP request on and yields the HTTP response."""
         headers = _request_headers(abilities, request) | {"Content-Type": proxied.media}
-        return self._session.post(self._url + proxied.path, data=proxied.body, **self.route.options(headers))
+        body = adapters.client_body(abilities, request, proxied.body)
+        return self._session.post(self._url + proxied.path, data=body, **self.route.options(headers))
 
 
 def _request_headers(abilities: Abilities, request: Generate) -> dict[str, str]:
@@ -486,7 +497,7 @@ def completion(abilities: Abilities, request: Generate) -> JsonObject:
     """Return the body of a streamed completion request, which uses only extensions of OpenAI's API that the server accepts."""
     sampling, ids_from = request.sampling, abilities.ids_for(request)
     body: JsonObject = {
-        "model": abilities.model,
+        **adapters.model_fields(abilities, request),
         "prompt": request.tokens if abilities.token_prompts else prompt_text(request),
         "max_tokens": sampling.max_tokens,
         "stream": True,
@@ -571,12 +582,6 @@ async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX)
     return body
 
 
-def _told(said: Mapping[str, object], names: Iterable[str]) -> Told:
-    return tuple(
-        (name, str(said[name])[:VALUE_MAX]) for name in names if isinstance(said.get(name), str | int)
-    )
-
-
 def _ids_from(answer: JsonObject) -> IdsFrom:
     """Return which part of a completion contains its token ids; "nowhere" if no part does."""
     choice = (answer.get("choices") or [{}])[0]
@@ -586,13 +591,3 @@ def _ids_from(answer: JsonObject) -> IdsFrom:
         return "logprobs" if read_piece(choice, "logprobs", 1).tokens else "nowhere"
     except Fault:
         return "nowhere"
-
-
-def _also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
-    """Return the other names of the model `about`, sorted. `every` is the server's list of models.
-
-    The other names are those of the list's entries with the same root. Entries with a `parent` are adapters, and are excluded.
-    """
-    root, own = about.get("root"), about["id"]
-    same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
-    return tuple(sorted(name for name in same - {own} if len(name) <= NAME_MAX))[:NAMES_MAX]

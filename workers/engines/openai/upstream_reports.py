@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from events.wire import Load
+from events.wire import Generate, Load
 from workers.engines.engine import Announce, discard_events
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.upstream import Upstream
@@ -133,13 +133,13 @@ class UpstreamAccount:
         """Counts of the upstream's KV-event batches and of errors in them, by name; empty without a subscription."""
         return {} if self._events is None else self._events.counters
 
-    def salted(self, tokens: Sequence[int]) -> None:
-        """Record the tokens of a prompt that is being sent to the upstream with a cache salt.
+    def salted(self, request: Generate) -> None:
+        """Record the prompt of a request that is being sent to the upstream with a cache salt.
 
         The record is needed because not every server version reports salts in its KV events.
         """
         if self._events is not None:
-            self._events.salted(tokens)
+            self._events.salted(request)
 
     # --- load
 

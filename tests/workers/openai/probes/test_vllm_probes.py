@@ -4,12 +4,16 @@ Each probe is run on a server, then on a fleet in front of two such servers. A p
 does not support it.
 """
 
+import chats
+import completions
+import constrained
 import pooling
 import pytest
 import reasoning
+import streams
 from every import GENERATING, compared, probes_of
 from fronted import Fronted
-from probe import Probe
+from probe import Probe, Server
 
 PASSED_MIN = 300
 
@@ -34,6 +38,12 @@ def check(name: str, probe: Probe, servers: Fronted, passed: set[str]) -> None:
 @pytest.mark.parametrize(("name", "probe"), probes_of(*GENERATING).items())
 def test_a_probe_of_texts(name: str, probe: Probe, texts: Fronted, passed: set[str]) -> None:
     check(name, probe, texts, passed)
+
+
+@pytest.mark.parametrize(("name", "probe"), probes_of(completions, streams, chats, constrained).items())
+def test_a_probe_in_proxied_mode(name: str, probe: Probe, texts: Fronted) -> None:
+    through = Server(texts.through.url, {"X-Holdfast-Mode": "proxied"})
+    check(name, probe, texts._replace(through=through), set())
 
 
 @pytest.mark.parametrize(("name", "probe"), probes_of(pooling).items())
