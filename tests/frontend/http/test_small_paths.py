@@ -43,13 +43,13 @@ async def test_an_invocation_without_messages_or_prompt_is_refused(body: dict[st
 
 async def test_the_load_is_the_number_of_requests_in_progress() -> None:
     hold = asyncio.Event()
-    worker = ScriptedWorker(acts=deque([Act(after=1, how="error", hold=hold)] * 2))
+    worker = ScriptedWorker(acts=deque([Act(after=1, how="disconnect", hold=hold)] * 2))
 
     async def load(kit: Any) -> Any:
         async with kit.http.get(kit.url + "/load") as answer:
             return await answer.json()
 
-    async with frontend(worker, ScriptedWorker("w2", acts=worker.acts)) as kit:
+    async with frontend(worker) as kit:
         assert await load(kit) == {"server_load": 0}
         running = [asyncio.ensure_future(kit.complete("hi", 3)) for _ in range(2)]
         await until(lambda: not worker.acts)
