@@ -306,10 +306,14 @@ class OpenAiEndpoints:
             raise unavailable(why, "tokenizer_missing", TOKENIZER_RETRY_S) from error
 
     def check(self, now: float) -> None:
-        """Disconnect clients that have not read for too long, and reload changed API keys. Called every second."""
+        """Disconnect clients that have not read for too long, reload changed API keys, and report unserved models.
+
+        Called every second.
+        """
         if self.keys is not None:
             self.keys.refresh()
         self.responses.expire(now)
+        self._formats.report_unserved(self.director.table.known, now)
         for stream in [*self._streams, *self._unread]:
             stream.check(now)
         for stream in list(self._streams):

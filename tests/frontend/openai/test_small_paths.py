@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections import deque
 from typing import Any
 
 import pytest
@@ -43,16 +42,16 @@ async def test_an_invocation_without_messages_or_prompt_is_refused(body: dict[st
 
 async def test_the_load_is_the_number_of_requests_in_progress() -> None:
     hold = asyncio.Event()
-    worker = ScriptedWorker(acts=deque([Act(after=1, how="disconnect", hold=hold)] * 2))
+    worker = ScriptedWorker(always=Act(after=1, how="error", hold=hold))
 
     async def load(kit: Any) -> Any:
         async with kit.http.get(kit.url + "/load") as answer:
             return await answer.json()
 
-    async with frontend(worker) as kit:
+    async with frontend(worker, migration_limit=0) as kit:
         assert await load(kit) == {"server_load": 0}
-        running = [asyncio.ensure_future(kit.complete("hi", 3)) for _ in range(2)]
-        await until(lambda: not worker.acts)
+        running = [asyncio.ensure_future(kit.post("/v1/completions", **COMPLETION)) for _ in range(2)]
+        await until(lambda: worker.active == 2)
         assert await load(kit) == {"server_load": 2}
         hold.set()
         await asyncio.gather(*running)
