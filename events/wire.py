@@ -188,6 +188,7 @@ class Logprob(msgspec.Struct, array_like=True):
 
     chosen: float
     top: list[tuple[int, float]] = []
+    rank: int = 0  # of the chosen token, from 1 for the best one; 0: unknown, as for all tokens of an answer
 
 
 class Chunk(msgspec.Struct, array_like=True):

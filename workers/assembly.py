@@ -1,4 +1,4 @@
-"""Makes the parts of a worker from its process's settings: its configuration, and the publisher of its KV events."""
+"""Makes the parts of a worker from its process's settings: configuration and KV event publisher."""
 
 from msgspec.structs import asdict, replace
 

@@ -1,4 +1,4 @@
-"""The connections of workers to their fleet: the journal, the bus, and the channels of the request plane."""
+"""The connections of workers to their fleet: journal, bus, and channels of the request plane."""
 
 import asyncio
 import contextlib

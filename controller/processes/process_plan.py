@@ -83,7 +83,9 @@ def spare(args: argparse.Namespace, directory: FleetDir, number: int) -> Child:
 def names(args: argparse.Namespace) -> list[str]:
     """Return the names of the fleet's workers at the start, without the spares."""
     if args.upstreams is not None:
-        return [entry.name for entry in listed_upstreams(args.upstreams) if not entry.pause]
+        return [
+            entry.name for entry in listed_upstreams(args.upstreams) if not (entry.pause or entry.discover)
+        ]
     servers = len(args.upstream) - spares(args, 0) if args.engine == "openai" else args.workers
     return [f"w{n}" for n in range(servers)]
 

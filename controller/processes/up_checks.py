@@ -67,7 +67,7 @@ def _engine_conflicts(args: argparse.Namespace) -> Iterator[str]:
 
 def _upstream_conflicts(args: argparse.Namespace) -> Iterator[str]:
     if args.upstreams is not None:
-        yield from _file_conflicts(args)
+        yield from file_conflicts(args)
         return
     servers = len(args.upstream)
     if args.engine == "openai" and (args.spares == AUTO or args.spares >= servers):
@@ -79,7 +79,8 @@ def _upstream_conflicts(args: argparse.Namespace) -> Iterator[str]:
             yield f"--upstream {url!r} is not a server's URL, such as http://127.0.0.1:8001"
 
 
-def _file_conflicts(args: argparse.Namespace) -> Iterator[str]:
+def file_conflicts(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why flags contradict --upstreams."""
     if args.engine != "openai":
         yield f"--upstreams requires --engine openai, not --engine {args.engine}"
     if args.spares:

@@ -161,6 +161,7 @@ async def test_the_workers_of_a_file_of_upstreams_are_known_when_they_join(tmp_p
     one.decide("gpu1", f"{one.instance}-0", "silent")
     assert one.exits.carry_out(one.child, 0.0) == "", "gpu2 lives"
     one.hear(WorkerLeft(worker="gpu1", instance=f"{one.instance}-0", mode="graceful", exit=0))
+    assert one.child.pid is not None
     one.hear(joined("gpu1", f"{one.instance}-2", one.child.pid))
     one.child.signal(signal.SIGKILL)
     await one.ended()

@@ -296,8 +296,8 @@ class Upstream:
         found = prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"], eos=eos)
         return [None] + [
             {
-                str(t): {"logprob": value, "rank": 1, "decoded_token": f"<{t}>"}
-                for t, value in [(token, one.chosen), *one.top]
+                str(t): {"logprob": value, "rank": rank, "decoded_token": f"<{t}>"}
+                for rank, (t, value) in [(99, (token, one.chosen)), *enumerate(one.top, 1)]
             }
             for token, one in zip(body["prompt"][1:], found[1:], strict=True)
         ]

@@ -1,4 +1,4 @@
-"""The file that lists the upstreams of one worker process, `upstreams.yaml`: its fields, its parser and its errors.
+"""The file that lists the upstreams of one worker process: its fields, its parser and its errors.
 
     defaults: {key_file: /run/secrets/vllm.key, tls: {ca_file: /etc/ssl/gpu-ca.pem}}
     upstreams:
@@ -13,7 +13,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import yaml
@@ -29,6 +29,7 @@ from workers.config.upstream_route import TLS_FILES, UpstreamTls
 BYTES_MAX = 4 * 1024 * 1024
 ERRORS_MAX = 10  # errors that one message lists
 UPSTREAMS_MAX = 1000  # of one process
+DISCOVERED_NAME_MAX = 24
 SCHEMES = ("http", "https")
 # a name is a token of the broker's subjects, a part of file names, and a label of metrics
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -69,15 +70,46 @@ class UpstreamEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_events: list[str] = []  # endpoints where it publishes KV events (tcp://host:5557), one per DP rank
     kv_replay: list[str] = []  # endpoints where it replays lost KV events, one per DP rank
     pause: bool = False  # whether the upstream gets no worker; a running worker drains and leaves
+    # dns: each address of the URL's host is an upstream of its own, with all fields of this entry
+    # kubernetes: each ready pod of the Service SERVICE.NAMESPACE, the URL's host, is one
+    discover: Literal["", "dns", "kubernetes"] = ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, ...)"  # a header may be a secret
 
 
 _TYPES = get_type_hints(UpstreamEntry, include_extras=True)
-OWN_FIELDS = ("name", "url", "pause")  # fields that `defaults` cannot set
+OWN_FIELDS = ("name", "url", "pause", "discover")  # fields that `defaults` cannot set
 ADJUSTABLE = ("key_file", "tls", "headers", "proxy", "weight", "zone", "limits", "pause")
 """The fields that change while the worker runs. For any other field, the worker drains and joins again."""
+
+
+def upstreams_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the file, for editors and checks before a roll-out."""
+    _, parts = msgspec.json.schema_components([UpstreamEntry], ref_template="#/$defs/{name}")
+    fields = parts["UpstreamEntry"]["properties"]
+    shared = {name: value for name, value in fields.items() if name not in OWN_FIELDS}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "The upstreams of a Holdfast worker process",
+        "type": "object",
+        "properties": {
+            "defaults": {
+                "description": "Fields that all entries share; an entry's own field replaces the default as a whole.",
+                "type": ["object", "null"],
+                "properties": shared,
+                "additionalProperties": False,
+            },
+            "upstreams": {
+                "type": "array",
+                "items": {"$ref": "#/$defs/UpstreamEntry"},
+                "maxItems": UPSTREAMS_MAX,
+            },
+        },
+        "required": ["upstreams"],
+        "additionalProperties": False,
+        "$defs": parts,
+    }
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -141,14 +173,14 @@ def parse_upstreams(text: bytes, where: str = "upstreams.yaml") -> tuple[Upstrea
     Raise BadUpstreams with all errors. `where` is the file's name in the errors.
     """
     document = _load(text, where)
-    values = document.values if document.values is not None else {}
-    if not isinstance(values, dict) or not {*values} <= {"defaults", "upstreams"}:
+    values = document.values
+    # an empty file is an error, because it is more often a mistake than the wish to stop all upstreams
+    if not isinstance(values, dict) or not {"upstreams"} <= {*values} <= {"defaults", "upstreams"}:
         raise BadUpstreams(f"{where}:1: expected a mapping with the keys upstreams and, optionally, defaults")
     errors = list(_defaults_errors(values.get("defaults"), document))
     listed = values.get("upstreams")
-    listed = [] if listed is None else listed
     if not isinstance(listed, list):
-        errors.append((1, "upstreams: expected a list"))
+        errors.append((1, "upstreams: expected a list; write [] for none"))
         listed = []
     if len(listed) > UPSTREAMS_MAX:
         errors.append((1, f"upstreams: {len(listed)} entries, at most {UPSTREAMS_MAX} fit one process"))
@@ -254,13 +286,20 @@ def _type_error(name: str, value: object) -> str:
 
 
 def _value_errors(entry: UpstreamEntry) -> Iterator[tuple[str, str]]:
-    """Yield the errors of an entry whose fields have the right types: the field, and a text that begins with it."""
+    """Yield the errors of an entry with fields of the right types: the field, and a text that begins with it."""
     if not _NAME.fullmatch(entry.name):
         yield "name", f"name = {entry.name!r}: use letters, digits, - and _, beginning with a letter or digit"
     for name, schemes in (("url", SCHEMES), ("proxy", ("http",))):
         value = getattr(entry, name)
         if (value or name == "url") and (why := _url_error(value, schemes)):
             yield name, f"{name}: {why}"
+    if entry.discover and len(entry.name) > DISCOVERED_NAME_MAX:
+        yield (
+            "name",
+            f"name: at most {DISCOVERED_NAME_MAX} characters with discover, which appends the address",
+        )
+    if entry.discover and entry.kv_events:
+        yield "kv_events", "kv_events: not possible with discover; list the servers one by one"
     tls = entry.tls
     if tls != UpstreamTls() and not entry.url.startswith("https://"):
         yield "tls", "tls: only valid with an https:// URL"

@@ -291,7 +291,7 @@ def validate_request(request: Generate, context: int, vocabulary: int) -> str | 
         return f"invalid_request: logit_bias: token ids go from 0 to {vocabulary - 1}"
     allowed, words = request.sampling.allowed_token_ids, request.sampling.bad_word_tokens
     if not all(word and 0 <= min(word) <= max(word) < vocabulary for word in words):
-        return f"invalid_request: bad_words: a word has tokens, and token ids go from 0 to {vocabulary - 1}"
+        return f"invalid_request: bad_words: token ids go from 0 to {vocabulary - 1}"
     if allowed and not 0 <= min(allowed) <= max(allowed) < vocabulary:
         return f"invalid_request: allowed_token_ids: token ids go from 0 to {vocabulary - 1}"
     return None

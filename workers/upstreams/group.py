@@ -6,7 +6,7 @@ Only a failure of the process itself ends all of them: SIGKILL, or an error in a
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -20,6 +20,7 @@ from workers.config.upstreams import UpstreamEntry
 from workers.exits import BROKE
 from workers.shutdown import CLEANUP_S, Stop, broken, or_exit
 from workers.upstreams.changes import changes
+from workers.upstreams.discovery import Discovery, DnsDiscovery, merged
 from workers.upstreams.journals import UpstreamJournals, add
 from workers.upstreams.slot import BuildLife, UpstreamSlot
 from workers.upstreams.watched_file import LOOK_S, UpstreamsFile
@@ -27,6 +28,19 @@ from workers.worker import InferenceWorker
 from workers.worker_group import LEAVE_S, BackOff
 
 log = structlog.get_logger(__name__)
+
+
+def discovery_of(entry: UpstreamEntry, changed: Callable[[], object]) -> Discovery:
+    """Return the discovery that an entry's field `discover` selects. It calls `changed` when its servers have changed."""
+    if entry.discover == "dns":
+        return DnsDiscovery(entry, changed)
+    from workers.upstreams.endpoint_slices import SliceDiscovery  # imports aiohttp
+
+    return SliceDiscovery(entry, changed)
+
+
+def _same_search(one: UpstreamEntry, other: UpstreamEntry) -> bool:
+    return (one.url, one.discover) == (other.url, other.discover)
 
 
 class UpstreamGroup:
@@ -41,6 +55,7 @@ class UpstreamGroup:
         grace_s: float,
         name_check_s: float = 0.0,
         back_off: BackOff | None = None,
+        discover: Callable[[UpstreamEntry, Callable[[], object]], Discovery] = discovery_of,
     ) -> None:
         """Prepare to run the upstreams of `file`.
 
@@ -54,6 +69,10 @@ class UpstreamGroup:
         self._grace_s = grace_s
         self._name_check_s = name_check_s
         self._back_off = back_off
+        self._discover = discover
+        self._listed: tuple[UpstreamEntry, ...] = ()
+        self._discoveries: dict[str, Discovery] = {}
+        self._discovering: dict[str, asyncio.Task[None]] = {}
         self._entries: tuple[UpstreamEntry, ...] = ()
         self._slots: dict[str, UpstreamSlot] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -73,7 +92,8 @@ class UpstreamGroup:
         try:
             await self._stop.wanted.wait()
         finally:
-            following.cancel()
+            for task in (following, *self._discovering.values()):
+                task.cancel()
         with or_exit(self._grace_s + CLEANUP_S + LEAVE_S, BROKE):
             for slot in self._slots.values():
                 slot.want(None)
@@ -92,8 +112,26 @@ class UpstreamGroup:
         """Read the file now and apply its changes. Return why it cannot be applied; "" if it can."""
         return await self._file.look(self.apply)
 
-    def apply(self, entries: Sequence[UpstreamEntry]) -> None:
-        """Start, stop and change workers, so that they become those of `entries`."""
+    def apply(self, listed: Sequence[UpstreamEntry]) -> None:
+        """Start, stop and change workers, so that they become those of `listed`, the entries of the file."""
+        self._listed = tuple(listed)
+        wanted = {entry.name: entry for entry in listed if entry.discover}
+        for name in [*self._discoveries]:
+            if name not in wanted or not _same_search(wanted[name], self._discoveries[name].entry):
+                self._discovering.pop(name).cancel()
+                del self._discoveries[name]
+        for name, entry in wanted.items():
+            if name in self._discoveries:
+                self._discoveries[name].entry = entry
+            else:
+                found = self._discoveries[name] = self._discover(entry, self._reconcile)
+                self._discovering[name] = asyncio.ensure_future(found.run())
+        self._reconcile()
+
+    def _reconcile(self) -> None:
+        """Start, stop and change workers by the entries of the file and the discovered ones."""
+        discovered = [entry for one in self._discoveries.values() for entry in one.entries()]
+        entries = merged(self._listed, discovered)
         found, wanted = changes(self._entries, entries), {entry.name: entry for entry in entries}
         first = not self._entries and not self._slots
         self._entries = tuple(entries)
@@ -145,6 +183,15 @@ class UpstreamGroup:
         return {
             "file": {"path": str(self._file.path), "digest": self._file.digest, "error": self._file.error},
             "changes": self._applied,
+            "discovery": [
+                {
+                    "name": name,
+                    "url": one.entry.url,
+                    "addresses": one.addresses,
+                    "error": one.error,
+                }
+                for name, one in self._discoveries.items()
+            ],
             "upstreams": [asdict(slot.report()) for slot in self._slots.values()],
         }
 

@@ -1,4 +1,4 @@
-"""Starts one life of the worker in front of one upstream: its account, its connections, its engine and the worker."""
+"""Builds one life of an upstream's worker: its account, its connections, its engine and the worker."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -90,7 +90,10 @@ def route_of(entry: UpstreamEntry) -> UpstreamRoute:
 
 
 def worker_settings(process: WorkerSettings, entry: UpstreamEntry) -> WorkerSettings:
-    """Return the settings of the worker for one entry, as if it ran alone in its process."""
+    """Return the settings of the worker for one entry, as if it ran alone in its process.
+
+    Raise BadSetting if no tokenizer is configured.
+    """
     model = entry.model or process.model
     if not model:
         raise BadSetting(f"{entry.name}: model: missing; set it in the file of upstreams, or --model for all")

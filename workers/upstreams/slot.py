@@ -39,7 +39,7 @@ class BuildLife(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamReport:
+class UpstreamState:
     """One upstream as `holdfast upstream list` shows it."""
 
     name: str
@@ -116,8 +116,8 @@ class UpstreamSlot:
 
     def fail(self, error: EngineDead) -> None:
         """End the present life because of an error of the whole process."""
-        if self._life is not None:
-            self._life.worker.fail(error)
+        if (worker := self.worker) is not None:
+            worker.fail(error)
 
     def _end_life(self) -> None:
         self._stop.set()
@@ -186,8 +186,8 @@ class UpstreamSlot:
             return True
         self._name_check_s = 0.0
         if code == KILLED:
-            config = worker.config
-            life.links.journal.observe(
+            config, journal = worker.config, life.links.journal
+            journal.observe(
                 WorkerLeft(worker=config.name, instance=config.instance, mode="immediate", exit=KILLED)
             )
         if worker.failure:
@@ -203,7 +203,7 @@ class UpstreamSlot:
             log.warning("upstream_failed", url=self._entry.url, reason=error)
         self._error = error
 
-    def report(self) -> UpstreamReport:
+    def report(self) -> UpstreamState:
         """Return the present state for operators."""
         worker, awaits = self.worker, None
         if worker is not None and self._state in ("starting", "waiting", "serving", "drained"):
@@ -212,7 +212,7 @@ class UpstreamSlot:
                 self._enter("drained" if worker.server.drain.draining else "serving")
             else:
                 self._enter("waiting" if awaits is not None else "starting")
-        return UpstreamReport(
+        return UpstreamState(
             name=self.name,
             url=self._entry.url,
             zone=self._entry.zone,

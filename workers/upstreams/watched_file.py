@@ -1,6 +1,6 @@
 """The watched file of upstreams: notices edits, and keeps the last good version for a restart.
 
-    read every second ── unchanged ──▶ nothing
+    read every second ── unchanged, or still being written ──▶ nothing
           ├── valid ──▶ applied, and kept in DATA/upstreams/
           └── invalid or missing ──▶ nothing changes; the error is logged and shown until the file is valid again
 
@@ -18,6 +18,7 @@ from events.process.key_file import write_private
 from workers.config.upstreams import BadUpstreams, UpstreamEntry, load_upstreams, read_upstreams
 
 LOOK_S = 1.0
+SETTLED_S = 0.1  # a file that has not changed for this time is complete
 READ_S_MAX = 5.0  # a file system that hangs must not delay the upstreams
 
 log = structlog.get_logger(__name__)
@@ -69,6 +70,11 @@ class UpstreamsFile:
 
     async def _read(self) -> tuple[UpstreamEntry, ...]:
         text = await asyncio.to_thread(read_upstreams, self.path)
+        while text != self._seen:  # wait until an editor has written the whole file
+            await asyncio.sleep(SETTLED_S)
+            before, text = text, await asyncio.to_thread(read_upstreams, self.path)
+            if text == before:
+                break
         if text == self._seen and self.digest == digest(text):
             self.error = ""
             return ()

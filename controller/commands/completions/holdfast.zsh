@@ -1087,6 +1087,7 @@ _shtab_holdfast_upstream_add_options=(
   "--cert-file[PEM file with the client certificate]:FILE:"
   "--cert-key-file[PEM file with the client certificate\'s private key]:FILE:"
   "--server-name[name for SNI and for the check of the server\'s certificate]:NAME:"
+  "--discover[make each address (dns) or each ready pod (kubernetes) behind the URL\'s host an upstream of its own]:discover:(dns kubernetes)"
   "--no-verify[accept any certificate of the server]"
   "--weight[share of requests, compared with an upstream of weight 1 (default\: 1)]:X:"
   "--within[seconds to wait until the effect is visible (default\: 60)]:S:"

@@ -136,6 +136,10 @@ def upstream(parser: argparse.ArgumentParser) -> None:
         ("--server-name", "name for SNI and for the check of the server's certificate", "NAME"),
     ):
         added.add_argument(flag, metavar=metavar, help=text)
+    text = (
+        "make each address (dns) or each ready pod (kubernetes) behind the URL's host an upstream of its own"
+    )
+    added.add_argument("--discover", choices=("dns", "kubernetes"), help=text)
     added.add_argument("--no-verify", action="store_true", help="accept any certificate of the server")
     text = "share of requests, compared with an upstream of weight 1 (default: 1)"
     added.add_argument("--weight", type=positive, metavar="X", help=text)

@@ -68,7 +68,7 @@ def _is(state: str) -> Effect:
 def _fields(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the new entry that the flags set."""
     fields: dict[str, Any] = {"name": args.name, "url": args.url}
-    for field in ("model", "key_file", "revision", "weight", "zone", "proxy"):
+    for field in ("model", "key_file", "revision", "weight", "zone", "proxy", "discover"):
         if (value := getattr(args, field)) is not None:
             fields[field] = _absolute(value) if field in ("model", "key_file") else value
     tls = {
@@ -96,6 +96,9 @@ def _carry_out(args: argparse.Namespace, edit: Edit, effect: Effect, done: str) 
         found = report_of(process.presence)
         if found is not None and found.report["file"]["digest"] == wanted:
             now = next((one for one in found.report["upstreams"] if one["name"] == args.name), None)
+            if any(one["name"] == args.name for one in found.report["discovery"]):
+                print(f"{args.name} is applied; `holdfast upstream list` shows the servers of its name")
+                return 0
             if effect(now):
                 print(f"{args.name} {done}")
                 return 0
@@ -123,6 +126,10 @@ def _list(args: argparse.Namespace) -> int:
 def _print(process: UpstreamProcess) -> None:
     if error := process.report["file"]["error"]:
         print(f"the file is not applied: {error}", file=sys.stderr)
+    for one in process.report["discovery"]:
+        if one["error"]:
+            kept = len(one["addresses"])
+            print(fitted(f"{one['name']}: {one['error']}; the last {kept} addresses stay"), file=sys.stderr)
     upstreams = process.report["upstreams"]
     rows = [COLUMNS, *(_row(one) for one in upstreams)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]

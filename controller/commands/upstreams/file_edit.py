@@ -1,4 +1,4 @@
-"""Edits the text of a file of upstreams: adds, removes, pauses and resumes one entry, and keeps everything else as it is.
+"""Edits the text of a file of upstreams: one entry changes, and everything else stays as it is.
 
 An edit changes only the lines of its entry, so that comments and the order stay. The result is parsed again: it must list exactly
 the expected entries. If the file is written in a form that cannot be edited this way, nothing changes.
@@ -25,8 +25,11 @@ class NotEditable(HoldfastError):
 
 
 def add(text: str, fields: dict[str, Any]) -> str:
-    """Return the text with one more entry at its end."""
-    before = parse_upstreams(text.encode())
+    """Return the text with one more entry at its end.
+
+    Raise UsageError if the file lists the name already, and NotEditable if the file cannot be edited.
+    """
+    before = parse_upstreams(text.encode()) if text.strip() else ()
     if any(entry.name == fields["name"] for entry in before):
         raise UsageError(f"the file lists {fields['name']} already")
     line = yaml.safe_dump(
@@ -50,14 +53,17 @@ def add(text: str, fields: dict[str, Any]) -> str:
 
 
 def remove(text: str, name: str) -> str:
-    """Return the text without the entry of this name."""
+    """Return the text without the entry of this name.
+
+    Raise UsageError if there is no such entry, and NotEditable if the file cannot be edited.
+    """
     before = parse_upstreams(text.encode())
     node = _node(text, name)
     sequence = _sequence(text)
     assert sequence is not None
     if sequence.flow_style:
         raise NotEditable(f"its list is written in brackets. {NotEditable.__doc__}")
-    lines = text.splitlines()
+    lines = (text if len(before) > 1 else _with_empty_list(text)).splitlines()
     del lines[_dash(text, node)[0] : _end(node) + 1]
     after = "\n".join(lines) + "\n"
     return _checked(after, [entry.name for entry in before if entry.name != name], before)
@@ -96,13 +102,16 @@ def _sequence(text: str) -> yaml.SequenceNode | None:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value == "upstreams":
-            return value if isinstance(value, yaml.SequenceNode) else _no_sequence(value)
+            return value if isinstance(value, yaml.SequenceNode) else None
     return None
 
 
-def _no_sequence(value: yaml.Node) -> yaml.SequenceNode:
-    """Return an empty list in the place of a key without a value."""
-    return yaml.SequenceNode("", [], value.start_mark, value.end_mark, flow_style=True)
+def _with_empty_list(text: str) -> str:
+    """Return the text with an empty list after the key `upstreams`. The entries must be removed next."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    (end,) = (key.end_mark.index for key, _ in root.value if key.value == "upstreams")
+    colon = text.index(":", end) + 1
+    return f"{text[:colon]} []{text[colon:]}"
 
 
 def _node(text: str, name: str) -> yaml.MappingNode:

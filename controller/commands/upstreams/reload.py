@@ -1,4 +1,4 @@
-"""`holdfast reload`: has the running processes read their files again, and states what cannot change while they run."""
+"""`holdfast reload`: has running processes read their files again, and says what cannot change."""
 
 import argparse
 import os

@@ -17,19 +17,17 @@ FIELDS_MAX = 3  # fields named in one sentence
 TYPES = frozenset(  # types that OpenAI, vLLM and SGLang use for client errors
     ("invalid_request_error", "BadRequestError", "UnprocessableEntityError", "BadRequest", "validation_error")
 )
-OURS = (
-    re.compile(  # messages of Holdfast's own engines and workers, which contain only numbers and field names
-        r"the prompt is empty"
-        r"|\d{1,12} tokens leave no room in a context of \d{1,12}"
-        r"|(?:stop |logit_bias: )?token ids go from 0 to \d{1,12}"
-        r"|this engine has no guided decoding"
-        r"|this model's server takes text only, no token ids"
-        r"|of a prompt of more than \d{1,12} tokens there are no logprobs"
-        r"|the request takes \d{1,12} bytes, \d{1,12} are the most that a worker reads"
-        r"|[a-z_]{1,40} is not supported: this model's server does not constrain its answers by it"
-        r"|this model's server does not serve /[a-z0-9_/]{1,60}"
-        r"|echo is not supported: this model's server gives no logprobs of a prompt"
-    )
+OURS = re.compile(  # messages of Holdfast's own engines and workers, which contain only numbers and field names
+    r"the prompt is empty"
+    r"|\d{1,12} tokens leave no room in a context of \d{1,12}"
+    r"|(?:stop |logit_bias: |allowed_token_ids: |bad_words: )?token ids go from 0 to \d{1,12}"
+    r"|this engine has no guided decoding"
+    r"|this model's server takes text only, no token ids"
+    r"|of a prompt of more than \d{1,12} tokens there are no logprobs"
+    r"|the request takes \d{1,12} bytes, \d{1,12} are the most that a worker reads"
+    r"|[a-z_]{1,40} is not supported: this model's server (?:does not constrain its answers by|does not obey) it"
+    r"|this model's server does not serve /[a-z0-9_/]{1,60}"
+    r"|(?:echo|prompt_logprobs) is not supported: this model's server gives no logprobs of a prompt"
 )
 CONTEXT = re.compile(r"(?:context length|context size|context window)\D{0,40}?(\d{1,9})\b")
 # a field name in a sentence; single words are not matched, because they are also ordinary words

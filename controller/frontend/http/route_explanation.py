@@ -11,7 +11,7 @@ from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.served_models import chosen_model
-from controller.frontend.openai.intake import read_prompts
+from controller.frontend.openai.completion import read_prompts
 from controller.frontend.openai.request_models import SALT_CHARS_MAX
 from controller.frontend.openai.request_parser import parse_completion, validated
 from controller.frontend.request.routing_overrides import RoutingOverrides, overridden

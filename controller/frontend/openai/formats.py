@@ -117,7 +117,7 @@ class ChatFormat(AnswerFormat):
         format, parsed, context = self.shared, self.parsed, writers.PLAIN
         if parsed.detailed:
             echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
-            context = writers.AnswerContext(prompt, echoed, accepted, parsed.echoes_logprobs)
+            context = writers.AnswerContext(prompt, echoed, accepted, parsed.logprobs_of_prompt is not None)
         if is_parsed(parsed, self.formats):
             if self.stream is None:
                 return ParsedBufferedWriter(format, context, partial(self.parser, index, text))
@@ -139,6 +139,10 @@ class ChatFormat(AnswerFormat):
         whole = self.shared.response(name, choices) | more
         if self.parsed.chat and self.parsed.token_ids:
             whole["prompt_token_ids"] = answers[0].request.prompt
+        if self.parsed.chat and self.parsed.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
+            for choice in choices[1:]:
+                del choice["prompt_logprobs"]
         return whole
 
     def _usage(self, answers: Sequence[Choice]) -> dict[str, object]:

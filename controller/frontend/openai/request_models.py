@@ -144,6 +144,11 @@ class RequestBody(Lenient):
         "texts that the answer must not contain, as the tokenizer writes them at the beginning and after a space",
         max_length=BAD_WORDS_MAX,
     )
+    prompt_logprobs: int | None = option(
+        "return the logprobs of each token of the prompt and of this many most likely tokens; not with stream: true",
+        ge=0,
+        le=TOP_LOGPROBS_MAX,
+    )
     skip_special_tokens: bool | None = option("false: show special tokens by their names; default true")
     return_token_ids: bool | None = option("return token_ids with the text, and prompt_token_ids")
     return_tokens_as_token_ids: bool | None = option('show the tokens of logprobs as "token_id:N"')
@@ -338,7 +343,7 @@ def _unless(harmless: tuple[object, ...], *names: str) -> Harmless:
 _REFUSED_BY_BOTH = {  # fields of other servers: vLLM, SGLang, llama-server, Hugging Face
     **_unless(
         (),
-        "prompt_logprobs logprob_token_ids prompt_embeds repetition_detection",
+        "logprob_token_ids prompt_embeds repetition_detection",
         "lora_path custom_logit_processor guided_whitespace_pattern guided_decoding_backend regex ebnf json_schema",
         "structural_tag n_predict samplers max_new_tokens do_sample",
     ),

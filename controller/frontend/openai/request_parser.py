@@ -76,6 +76,9 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     include_stop: bool = False  # keep the stop string at the end of the answer
     truncate: int | None = None  # tokens of the prompt that are used; -1: as many as fit
     logprobs: int | None = None  # number of top tokens shown; None if no logprobs are requested
+    prompt_logprobs: int | None = (
+        None  # number of top tokens with each token of the prompt; None if not requested
+    )
     logprobs_by_id: bool = False  # whether tokens in logprobs are named by their ids
     # rarely used options that add details to an answer's text
     echo: bool = False  # return the prompt before the text
@@ -110,13 +113,20 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
 
     @property
     def detailed(self) -> bool:
-        """Whether answers contain an echo of the prompt, token ids, or the token usage in each event."""
-        return self.echo or self.token_ids or self.continuous_usage
+        """Whether answers contain the prompt or its logprobs, token ids, or the token usage in each event."""
+        return self.echo or self.token_ids or self.continuous_usage or self.prompt_logprobs is not None
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the logprobs of the prompt are requested too."""
+        """Whether the echo contains the logprobs of the prompt."""
         return self.echo and self.logprobs is not None
+
+    @property
+    def logprobs_of_prompt(self) -> int | None:
+        """Number of top tokens that are needed with each token of the prompt; None if no logprobs of it are needed."""
+        if self.echoes_logprobs:
+            return max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
     @property
     def silent(self) -> bool:
@@ -179,6 +189,8 @@ def parse_any_chat(data: object) -> ParsedRequest:
     extra = dict(body.chat_template_kwargs or {})
     if body.tools:
         extra.setdefault("tools", [tool.model_dump(exclude_unset=True) for tool in body.tools])
+        if body.tool_choice is not None:
+            extra.setdefault("tool_choice", body.tool_choice)
     if body.documents:
         extra.setdefault("documents", body.documents)
     if body.add_generation_prompt is not None:
@@ -275,6 +287,8 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
     `own` contains the fields of the result in which chats and completions differ.
     """
     options = body.stream_options or models.StreamOptions()
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs: not with stream: true", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
     if options.continuous_usage_stats and not options.include_usage:
@@ -293,6 +307,7 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
         stop=_stops(body.stop),
         include_stop=body.include_stop_str_in_output,
         truncate=body.truncate_prompt_tokens,
+        prompt_logprobs=body.prompt_logprobs,
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
         special=body.skip_special_tokens is False,

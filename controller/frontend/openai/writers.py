@@ -37,6 +37,7 @@ TOP_MAX = 256  # largest number of alternative tokens per position
 ROLE = {"role": "assistant", "content": ""}
 Logprobs = Sequence[Logprob] | None
 ShownLogprobs = dict[str, list[object]]
+Json = dict[str, object]
 
 
 class ResponseFormat(msgspec.Struct):
@@ -164,6 +165,28 @@ class AnswerContext(msgspec.Struct):
         for name in ("token_logprobs", "top_logprobs"):
             shown[name][:silent] = [None] * silent
         return shown
+
+    def shown_prompt_logprobs(self, format: ResponseFormat) -> list[Json | None] | None:
+        """Return the logprobs of the prompt in the format of vLLM's `prompt_logprobs`.
+
+        The first prompt token has none. The result is None if the worker's release does not support prompt logprobs.
+        """
+        if not self.prompt_logprobs:
+            return None
+        text_of, top = format.tokens.text_of, format.parsed.prompt_logprobs or 0
+        found: list[Json | None] = [None]
+        for token, one in zip(self.prompt[1:], self.prompt_logprobs[1:], strict=True):
+            best = one.top[:top]
+            rank = one.rank or next((n for n, (other, _) in enumerate(one.top, 1) if other == token), None)
+            ranked = {token: (one.chosen, rank)}
+            ranked |= {other: (value, n) for n, (other, value) in enumerate(best, 1) if other != token}
+            found.append(
+                {
+                    str(other): {"logprob": value, "rank": place, "decoded_token": text_of(other)}
+                    for other, (value, place) in ranked.items()
+                }
+            )
+        return found
 
 
 PLAIN = AnswerContext()
@@ -397,7 +420,7 @@ class StreamingWriter(ResponseWriter):
         shown: ShownLogprobs | None = None
         if self._prompt_due and parsed.echo:
             text = context.prompt_text + text
-            if context.logprobs:
+            if parsed.echoes_logprobs:
                 shown = context.echoed_logprobs(format, tokens, logprobs)
                 self._offset = format.characters(context.prompt)
         elif parsed.logprobs is not None and logprobs:
@@ -498,7 +521,7 @@ class BufferedWriter(ResponseWriter):
         """Return the finished answer as one choice of the response."""
         format, parsed, context = self._format, self._format.parsed, self._context
         text, shown = "".join(self._text), None
-        if context.logprobs:
+        if parsed.echoes_logprobs:
             shown = context.echoed_logprobs(format, self._tokens, self._logprobs)
         elif parsed.logprobs is not None:
             shown = format.show_logprobs(self._tokens, self._logprobs, 0)
@@ -508,6 +531,8 @@ class BufferedWriter(ResponseWriter):
             "stop_reason": self.stop,
             "logprobs": shown,
         }
+        if parsed.prompt_logprobs is not None:
+            out["prompt_logprobs"] = context.shown_prompt_logprobs(format)
         if format.chat:
             out["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:

@@ -345,7 +345,7 @@ class Scheduler:
         self.state = RoutingState(router, self.metrics, self._by_deadline, now)
         self.slots = slots = self.state.slots
         self.monitor = LoadMonitor(limits_of(settings), self.table, plane, slots, now)
-        self._chooser, self._picker = Chooser(slots), Picker()
+        self._chooser, self._picker = Chooser(slots, plane), Picker()
         # source of other frontends' load; None if the slot tracker counts their requests
         self._others = None if router.replica_sync else plane
         self._rules = Rules(plane, self.monitor, contenders=self.peers.contenders)

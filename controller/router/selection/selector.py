@@ -157,6 +157,7 @@ class ScoringRequest(msgspec.Struct, eq=False):
     among: Filter | None = None  # the filter to apply; None if all candidates may be used
     device: Sequence[float] | None = None  # number of cached blocks of each candidate, set by `costs_of_few`
     columns: tuple[Terms, Floats] | None = None  # terms and costs of all candidates, once computed
+    plane: ConnectedWorkers | None = None  # source of the shares of requests that workers report
 
     def fits(self, index: int) -> bool:
         """Return whether a candidate's endpoint passes the filter, if a filter is set."""
@@ -193,6 +194,8 @@ class ScoringRequest(msgspec.Struct, eq=False):
             others, weight = 0.0, endpoint.weight
             if external_load is not None and (external := external_load(endpoint.worker)) is not None:
                 others, weight = external.active_tokens / size, weight * external.weight
+            elif external_load is None and self.plane is not None:
+                weight *= self.share(endpoint)
             if endpoint.ranks > 1:
                 others = self.external_at(len(device))[1] / size
             loads.append((
@@ -262,7 +265,8 @@ class ScoringRequest(msgspec.Struct, eq=False):
 
         The fleet's weight is the fleet's trust in a worker, while this share is the operator's setting.
         """
-        load = None if self.others is None else self.others.external_load(endpoint.worker)
+        source = self.others or self.plane
+        load = None if source is None else source.external_load(endpoint.worker)
         return 1.0 if load is None else load.weight
 
     def external(self) -> tuple[Floats, Floats]:
@@ -338,8 +342,10 @@ class Selection(msgspec.Struct, eq=False):
 class Chooser:
     """Chooses a candidate for each request, for all models of a frontend. Keeps the state of the modes that rotate."""
 
-    def __init__(self, slots: ActiveSequences) -> None:
+    def __init__(self, slots: ActiveSequences, plane: ConnectedWorkers | None = None) -> None:
+        """Choose by the load in `slots`. `plane` has the shares of requests that workers report; None: they report none."""
         self._slots = slots
+        self._plane = plane
         # candidates of recent requests, by model, lineage and number of endpoints
         self._kept: dict[tuple[str, Lineage, int], Candidates] = {}
         self._turn = 0  # number of picks of the mode least-loaded
@@ -376,6 +382,7 @@ class Chooser:
             if one_by_one and among.all:
                 candidates = self.candidates(among.all)
                 request = ScoringRequest(candidates, prompt, pricing, self._slots, others, now, draw, among)
+                request.plane = self._plane
                 if (index := self._pick(request, mode)) is not None:
                     return _chosen(request, mode, index)
                 draw = draw * _MIXED % 1.0  # the first digits have drawn candidates that do not fit
@@ -383,6 +390,7 @@ class Chooser:
         else:
             endpoints = among
         request = ScoringRequest(self.candidates(endpoints), prompt, pricing, self._slots, others, now, draw)
+        request.plane = self._plane
         index = self._pick(request, mode)
         assert index is not None, "all of them fit"
         return _chosen(request, mode, index)

@@ -16,6 +16,10 @@ NOT_PASSED_ON = ". Its own text is not passed on"
         "the prompt is empty",
         "17 tokens leave no room in a context of 16",
         "logit_bias: token ids go from 0 to 319",
+        "allowed_token_ids: token ids go from 0 to 319",
+        "bad_words: token ids go from 0 to 319",
+        "bad_words is not supported: this model's server does not obey it",
+        "prompt_logprobs is not supported: this model's server gives no logprobs of a prompt",
         "guided_json is not supported: this model's server does not constrain its answers by it",
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from frontend_kit import TOKENS, Kit, frontend, text_of
+from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from simulated_frontend import simulated
 
@@ -142,10 +142,74 @@ async def test_too_many_logprobs_are_refused_with_a_message() -> None:
 
 
 async def test_a_server_without_prompt_logprobs_is_reported() -> None:
-    why = unsupported("echo", "this model's server gives no logprobs of a prompt")
+    why = unsupported("prompt_logprobs", "this model's server gives no logprobs of a prompt")
     async with frontend(ScriptedWorker(always=Act(after=0, how="error", error=why.error))) as kit:
         said = await refused(kit, prompt=PROMPT, echo=True, logprobs=1)
-        assert said == ("unsupported_parameter", "echo", why.message)
+        assert said == ("unsupported_parameter", "prompt_logprobs", why.message)
+
+
+# --- prompt_logprobs
+
+
+async def test_prompt_logprobs_are_those_of_an_answer_in_vllms_format() -> None:
+    async with simulated() as kit:
+        said = (await whole(kit, prompt=PROMPT, logprobs=2, return_token_ids=True))["choices"][0]
+        prompt = PROMPT + said["token_ids"]
+        body = await whole(kit, prompt=prompt, prompt_logprobs=2, max_tokens=3, n=2)
+        found = body["choices"][0]["prompt_logprobs"]
+        assert found == body["choices"][1]["prompt_logprobs"]
+        assert body["choices"][0]["logprobs"] is None, "those of the answer were not requested"
+        assert len(found) == len(prompt) and found[0] is None
+        for place, token in enumerate(said["token_ids"]):
+            ranked = found[len(PROMPT) + place]
+            assert len(ranked) == 2 and ranked[str(token)]["rank"] == 1
+            assert ranked[str(token)]["decoded_token"] == said["logprobs"]["tokens"][place]
+            assert ranked[str(token)]["logprob"] == said["logprobs"]["token_logprobs"][place]
+            assert sorted(one["rank"] for one in ranked.values()) == [1, 2]
+
+
+async def test_an_unlikely_token_of_a_prompt_is_listed_before_the_most_likely_ones() -> None:
+    async with simulated() as kit:
+        found = (await whole(kit, prompt=[300, 301], prompt_logprobs=1))["choices"][0]["prompt_logprobs"]
+        (own, one), (_, best) = found[1].items()
+        assert (own, one["rank"], best["rank"]) == ("301", None, 1) and one["logprob"] < best["logprob"]
+
+
+async def test_prompt_logprobs_of_a_chat_are_beside_its_choices() -> None:
+    async with simulated() as kit:
+        chat = {"messages": [{"role": "user", "content": "hi"}], "prompt_logprobs": 0, "n": 2}
+        body = await whole(kit, "/v1/chat/completions", **chat)
+        assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+        assert all("prompt_logprobs" not in choice for choice in body["choices"])
+        plain = await whole(kit, "/v1/chat/completions", messages=chat["messages"])
+        assert "prompt_logprobs" not in plain
+
+
+async def test_prompt_logprobs_with_an_echo_and_its_own_number_of_logprobs() -> None:
+    async with simulated() as kit:
+        body = await whole(kit, prompt=PROMPT, echo=True, logprobs=1, prompt_logprobs=3, max_tokens=2)
+        alone = await whole(kit, prompt=PROMPT, echo=True, logprobs=1, max_tokens=2)
+        assert body["choices"][0]["logprobs"] == alone["choices"][0]["logprobs"]
+        assert len(body["choices"][0]["prompt_logprobs"][2]) in (3, 4)
+
+
+async def test_prompt_logprobs_are_refused_in_a_stream_and_beyond_their_bound() -> None:
+    async with simulated() as kit:
+        most = ECHOED_LOGPROBS_MAX // 21
+        for more in (
+            {"stream": True, "prompt_logprobs": 0},
+            {"prompt": [300] * (most + 1), "prompt_logprobs": 20},
+        ):
+            code, param, _ = await refused(kit, **{"prompt": PROMPT, **more})
+            assert (code, param) == ("invalid_value", "prompt_logprobs")
+
+
+async def test_a_worker_that_continues_an_answer_is_not_asked_for_prompt_logprobs_again() -> None:
+    workers = [failing("w1", "disconnect", after=3), ScriptedWorker("w2")]
+    async with frontend() as kit:
+        await first_goes_to(kit, *workers)
+        await whole(kit, prompt=PROMPT, prompt_logprobs=1)
+        assert [w.requests[-1].sampling.prompt_logprobs for w in workers] == [1, None]
 
 
 async def test_a_worker_of_the_previous_release_returns_no_prompt_logprobs() -> None:

@@ -95,6 +95,7 @@ GOOD: dict[str, Any] = {
     "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"],
     "user": "u",
     "allowed_token_ids": [300, 301], "bad_words": ["me"],
+    "prompt_logprobs": 1,
 }  # fmt: skip
 # Values of fields that differ between bodies.
 SPECIAL: dict[tuple[str, str], Any] = {

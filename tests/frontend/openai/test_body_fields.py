@@ -8,16 +8,18 @@ from frontend_kit import TOKENS, frontend
 from scripted_worker import ScriptedWorker, undisturbed
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.completion import read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.request_head import unknown_fields
 from controller.frontend.openai.request_models import (
     IGNORED,
     REFUSED_BY_CHAT,
     REFUSED_BY_COMPLETIONS,
+    TEXT_CHARS_MAX,
     ChatBody,
     CompletionBody,
 )
-from controller.frontend.openai.request_parser import parse_any_chat, parse_completion
+from controller.frontend.openai.request_parser import ParsedRequest, parse_any_chat, parse_completion
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer
 from controller.frontend.settings import FrontendSettings
@@ -28,6 +30,7 @@ KINDS = [
     pytest.param(parse_any_chat, CHAT, REFUSED_BY_CHAT, id="chat"),
     pytest.param(parse_completion, COMPLETION, REFUSED_BY_COMPLETIONS, id="completions"),
 ]
+LONG = "x" * (TEXT_CHARS_MAX + 1)
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
@@ -126,6 +129,10 @@ async def test_tools_that_may_not_be_called_are_passed_to_the_template() -> None
     assert await prompt_of(telling, tools=[]) == "hi"
     plain = tokens_of("{{ messages[0].content }}")
     assert await prompt_of(plain, tools=TOOLS, tool_choice="none") == "hi"
+    choosing = tokens_of("{{ tool_choice or '-' }} {{ messages[0].content }}")
+    assert await prompt_of(choosing, tools=TOOLS, tool_choice="none") == "none hi"
+    assert await prompt_of(choosing, tools=TOOLS) == "- hi"
+    assert await prompt_of(choosing, tool_choice="none") == "- hi"
 
 
 async def test_reasoning_effort_is_for_templates_that_read_it() -> None:
@@ -201,6 +208,32 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
     assert await sent(prompt=whole, truncate_prompt_tokens=2) == whole[-2:]
     assert len(await sent(prompt="word " * 20_000, truncate_prompt_tokens=-1)) == 4096 - 2
     assert await sent(prompt=whole * 9_000, truncate_prompt_tokens=4) == (2 * whole)[-4:]
+
+
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        parse_completion(COMPLETION | {"prompt": LONG, "truncate_prompt_tokens": 4}),
+        parse_any_chat(
+            CHAT | {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": -1}
+        ),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_a_truncated_text_that_is_too_long_to_tokenize_is_refused(parsed: ParsedRequest) -> None:
+    tokens = tokens_of("{{ messages[0].content }}")
+    with pytest.raises(ApiError) as found:
+        await read_prompts(parsed, tokens, 4096, Intake(FrontendSettings()))
+    assert (found.value.status, found.value.param) == (400, "truncate_prompt_tokens")
+    assert f"may have {TEXT_CHARS_MAX} characters" in str(found.value)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_prompt_cut_to_nothing_is_refused(path: str) -> None:
+    asked = COMPLETION if path == "/v1/completions" else CHAT
+    async with frontend(ScriptedWorker()) as kit:
+        status, body, _ = await kit.post(path, **asked, max_tokens=2, truncate_prompt_tokens=0)
+    assert (status, body["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
 def test_a_template_knows_which_variables_it_reads() -> None:

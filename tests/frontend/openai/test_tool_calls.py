@@ -157,6 +157,16 @@ async def test_an_agent_on_the_simulated_engine_calls_a_tool_and_then_answers() 
         assert second.choices[0].message.content and not second.choices[0].message.tool_calls
 
 
+async def test_the_simulated_engine_calls_no_tool_with_tool_choice_none() -> None:
+    async with simulated() as kit:
+        ask: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 9, "temperature": 0}
+        _, plain, _ = await kit.post("/v1/chat/completions", **ask)
+        _, body, _ = await kit.post("/v1/chat/completions", **ask, tools=[TOOL], tool_choice="none")
+    message = body["choices"][0]["message"]
+    assert "<tool_call>" not in message["content"] and "tool_calls" not in message
+    assert message["content"] == plain["choices"][0]["message"]["content"]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [

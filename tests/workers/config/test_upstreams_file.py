@@ -1,4 +1,4 @@
-"""The file of upstreams: defaults, relative paths, and errors that name the line, the entry and the field."""
+"""The file of upstreams: defaults, relative paths, and errors with line, entry and field."""
 
 from pathlib import Path
 
@@ -53,9 +53,10 @@ def test_relative_paths_begin_at_the_files_folder(tmp_path: Path) -> None:
     assert first.model == ""
 
 
-@pytest.mark.parametrize("text", ["", "upstreams:\n", "upstreams: []\n"])
-def test_a_file_may_list_no_upstream(text: str) -> None:
-    assert parse_upstreams(text.encode()) == ()
+def test_only_an_empty_list_stops_all_upstreams() -> None:
+    assert parse_upstreams(b"upstreams: []\n") == ()
+    assert "up.yaml:1: expected a mapping" in error("")
+    assert "upstreams: expected a list; write [] for none" in error("upstreams:\n")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,8 @@ def test_a_file_may_list_no_upstream(text: str) -> None:
         (entry("proxy: 'socks5://p'"), "proxy: expected a URL such as http://gpu1:8000"),
         (entry("kv_events: ['http://a:1']"), "kv_events: 'http://a:1' is not an endpoint (tcp://host:5557)"),
         (entry("kv_replay: ['tcp://a:1']"), "kv_replay: 1 endpoints, kv_events has 0"),
+        (entry("discover: mdns"), "discover: invalid enum value 'mdns'"),
+        (entry("discover: dns, kv_events: ['tcp://a:1']"), "kv_events: not possible with discover"),
         ("upstreams:\n  - url: http://a\n", "up.yaml:2: upstreams[0]: name: missing"),
         ("upstreams:\n  - {name: a.b, url: 'http://a'}\n", "name = 'a.b': use letters, digits, - and _"),
         ("upstreams:\n  - {name: a, url: 'gpu1:8000'}\n", "upstreams[0] (a): url: expected a URL such as http://"),
@@ -81,8 +84,8 @@ def test_a_file_may_list_no_upstream(text: str) -> None:
         ("upstreams:\n  - gpu1\n", "up.yaml:2: upstreams[0]: expected a mapping with name and url"),
         ("upstreams: gpu1\n", "upstreams: expected a list"),
         ("servers: []\n", "up.yaml:1: expected a mapping with the keys upstreams and, optionally, defaults"),
-        ("defaults: {url: x}\n", "up.yaml:1: defaults.url: each upstream has its own"),
-        ("defaults:\n  weight: 2\n", "up.yaml:2: defaults.weight: expected `float` <= 1.0"),
+        ("defaults: {url: x}\nupstreams: []\n", "up.yaml:1: defaults.url: each upstream has its own"),
+        ("defaults:\n  weight: 2\nupstreams: []\n", "up.yaml:2: defaults.weight: expected `float` <= 1.0"),
         ("upstreams:\n  - {name: a\n", "up.yaml:3: "),
         ("upstreams:\n  - name: a\n    url: http://a\n    name: b\n", "up.yaml:4: the key 'name' occurs twice"),
         ("upstreams: !!python/object:os.system {}\n", "up.yaml:1: could not determine a constructor"),

@@ -332,6 +332,12 @@ class EngineContract:
             assert theirs.chosen == pytest.approx(ours.chosen, abs=1e-5), token
             assert [t for t, _ in theirs.top] == [t for t, _ in ours.top[:top]]
         assert all(math.isfinite(one.chosen) and one.chosen < 0 for one in found[1:])
+        for token, one in zip(whole[1:], found[1:], strict=True):
+            listed = [other for other, _ in one.top]
+            if token in listed:
+                assert one.rank in (0, 1 + listed.index(token))
+            else:
+                assert one.rank == 0 or one.rank > len(listed)
         assert len(answer.logprobs) == len(whole) + len(answer.tokens)
         assert answer.tokens == (await rig.ask(whole, max_tokens=4)).tokens
 

@@ -239,7 +239,7 @@ async def test_a_server_without_prompt_logprobs_refuses_echo(upstream: Upstream,
     upstream.manner = "llamacpp"
     answer = await rig.ask(prompt(), prompt_logprobs=1)
     found = read_refusal(str(answer.error).partition(":")[2])
-    assert (found.code, found.param) == ("unsupported_parameter", "echo")
+    assert (found.code, found.param) == ("unsupported_parameter", "prompt_logprobs")
 
 
 async def test_a_continuation_does_not_repeat_prompt_logprobs(rig: Rig) -> None:

@@ -23,6 +23,7 @@ OTHERS: dict[str, Any] = {
     "limits": UpstreamLimits(requests_max=8),
     "kv_events": ["tcp://a:1"],
     "kv_replay": ["tcp://a:2"],
+    "discover": "dns",
 }
 
 

@@ -1,4 +1,4 @@
-"""Many upstreams in one process: they come and go with the file, and a failure of one does not reach the others."""
+"""Many upstreams in one process: they come and go, and a failure of one does not reach the others."""
 
 import asyncio
 import shutil
@@ -19,6 +19,7 @@ from workers.config.settings import WorkerSettings
 from workers.config.upstreams import BadUpstreams, UpstreamEntry
 from workers.exits import BROKE
 from workers.shutdown import Stop
+from workers.upstreams.discovery import DnsDiscovery
 from workers.upstreams.group import UpstreamGroup
 from workers.upstreams.life import LifeFactory, UpstreamLife
 from workers.upstreams.watched_file import UpstreamsFile
@@ -38,6 +39,7 @@ class Process:
     eventually: Eventually
     group: UpstreamGroup | None = None
     running: asyncio.Task[int] | None = None
+    discover: Any = DnsDiscovery
 
     def write(self, **fields: str) -> None:
         """List all servers in the file. `fields` has further fields by the name of the server."""
@@ -49,7 +51,9 @@ class Process:
 
     async def start(self) -> None:
         file = UpstreamsFile(self.folder / "up.yaml", self.folder / "kept" / "up.yaml")
-        self.group = UpstreamGroup(file, self.build, self.stop, "life", 5.0, back_off=BACK_OFF)
+        self.group = UpstreamGroup(
+            file, self.build, self.stop, "life", 5.0, back_off=BACK_OFF, discover=self.discover
+        )
         self.running = asyncio.ensure_future(self.group.run())
 
     async def reload(self, **fields: str) -> str:
@@ -147,7 +151,7 @@ async def test_headers_keys_weights_and_limits_change_without_a_new_instance(pro
     while server.headers[-1:] == [] or server.headers[-1].get("Authorization") != "Bearer secret":
         assert await process.answers("a") == 16  # the key's file is read every second
     assert server.headers[-1]["X-Team"] == "search"
-    worker = next(iter(process.group.workers))  # type: ignore[union-attr,arg-type]
+    worker = next(iter(process.group.workers))  # type: ignore[union-attr]
     assert (worker.engine.load().weight, worker.engine.load().batch) == (0.25, 1)
     await process.reload()
     assert (worker.engine.load().weight, worker.engine.load().batch) == (1.0, 0)
@@ -165,6 +169,34 @@ async def test_another_url_is_a_drain_and_a_new_instance(process: Process) -> No
     assert await process.answers("a") == 16
     assert former.bodies == []
     await former.stop()
+
+
+async def test_the_addresses_of_a_name_come_and_go(process: Process) -> None:
+    found = ["127.0.0.1"]
+
+    async def resolve(host: str) -> list[str]:
+        assert host == "gpus"
+        return found
+
+    await process.end()
+    process.discover = lambda entry, changed: DnsDiscovery(entry, changed, resolve, every_s=0.02)
+    port = process.servers["a"].url.rpartition(":")[2]
+    (process.folder / "up.yaml").write_text(
+        f"upstreams:\n  - {{name: pool, url: 'http://gpus:{port}', discover: dns}}\n"
+    )
+    process.stop = Stop()
+    await process.start()
+    await process.reaches("pool-127-0-0-1", "serving")
+    assert await process.answers("pool-127-0-0-1") == 16
+    found[:] = ["127.0.0.2"]  # nothing listens there
+    await process.reaches("pool-127-0-0-2", "waiting")
+    await process.eventually(lambda: process.report("pool-127-0-0-1") is None)
+    found.clear()
+    await process.eventually(lambda: process.group.report()["discovery"][0]["error"])  # type: ignore[union-attr]
+    assert process.report("pool-127-0-0-2") is not None
+    assert await process.reload() == ""
+    await process.reaches("a", "serving")
+    await process.eventually(lambda: process.report("pool-127-0-0-2") is None)
 
 
 async def test_a_bad_file_changes_nothing_and_says_where(process: Process) -> None:

@@ -13,7 +13,7 @@ are excluded, so that a restart alone does not change the lineage.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from events.intrusion.registration import NAME_MAX, NAMES_MAX
@@ -144,3 +144,10 @@ def adapters_of(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
 
 def _bounded_names(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if 0 < len(name) <= NAME_MAX))[:NAMES_MAX]
+
+
+def told_values(said: Mapping[str, object], names: Iterable[str]) -> Told:
+    """Return those of `names` that a server's answer `said` has as text or integer, with their shortened values."""
+    return tuple(
+        (name, str(said[name])[:VALUE_MAX]) for name in names if isinstance(said.get(name), str | int)
+    )

@@ -148,9 +148,10 @@ class OpenAIEngine:
         self._limit = change.requests_max
         self._set_runs()
         if self._upstream is not None:
-            self._upstream.route.use(change.route)
-        if self._exchange is not None and self._exchange.key.file != change.key_file:
-            self._exchange.key.use_file(change.key_file)
+            route = self._upstream.route
+            route.use(change.route)
+        if self._exchange is not None:
+            self._exchange.use_key_file(change.key_file)
 
     @property
     def announces(self) -> bool:

@@ -231,6 +231,11 @@ class Exchange:
         self._constraints = Constraints(completed, probes)
         self._limits = TokenLimitProbes(self.upstream, self.abilities, probes)
 
+    def use_key_file(self, file: Path | None) -> None:
+        """Read the API key from this file from now on. None: send no key."""
+        if file != self.key.file:
+            self.key.use_file(file)
+
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
 
@@ -258,7 +263,8 @@ class Exchange:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = self.upstream.route.tls_trouble(error) or str(error) or type(error).__name__
+            route = self.upstream.route
+            words = route.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:
@@ -358,9 +364,10 @@ class Exchange:
 
 
 class RankedToken(msgspec.Struct):
-    """vLLM's record of one candidate token at one position of a prompt. Only the field that is used here is decoded."""
+    """vLLM's record of one candidate token at one position of a prompt. Only the fields that are used here are decoded."""
 
     logprob: float | None = None
+    rank: int | None = None
 
 
 class EchoedChoice(msgspec.Struct):
@@ -403,7 +410,7 @@ def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
         raise Fault(f"engine_error: the upstream's logprobs of a prompt cannot be read: {error}") from None
     if found is None:
-        raise Fault(unsupported("echo", "this model's server gives no logprobs of a prompt").error)
+        raise Fault(unsupported("prompt_logprobs", "this model's server gives no logprobs of a prompt").error)
     if len(found) != len(tokens):
         raise Fault(f"engine_error: of {len(tokens)} tokens the upstream gives the logprobs of {len(found)}")
     later = zip(tokens[1:], found[1:], strict=True)
@@ -414,7 +421,8 @@ def _position(token: int, ranked: dict[str, RankedToken], top: int) -> Logprob:
     values = {int(name): finite(one.logprob) for name, one in ranked.items() if name.isdigit()}
     if token not in values:
         raise Fault("engine_error: the upstream does not say how likely a token of the prompt is")
-    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top])
+    rank = ranked[str(token)].rank or 0
+    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top], max(0, rank))
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""Limits how fast an upstream's streams are read, so that a flood of one upstream does not delay the others of its process.
+"""Limits how fast an upstream's streams are read, so that a flood does not delay other upstreams.
 
     an answer's tokens       read at once: requests limit them (`max_tokens`)
     comments, empty events   1 MiB at once, then 256 KiB per second; the rest waits in the server's own buffers

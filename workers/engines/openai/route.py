@@ -1,4 +1,4 @@
-"""The route to an upstream: TLS, additional headers and a proxy; and the reasons why a TLS connection fails.
+"""The route to an upstream: TLS, headers and a proxy; and why a TLS connection fails.
 
 Upstreams with equal files share one context, because a context with the system's certificates takes half a megabyte. A changed
 file is noticed within a second, so a renewed certificate needs no restart. If the new files cannot be used, the last good

@@ -23,13 +23,13 @@ from events.wire import Generate, ProxiedRequest, Sampling
 from workers.config.upstream_route import UpstreamRoute
 from workers.engines.openai import adapters
 from workers.engines.openai.capabilities import (
-    VALUE_MAX,
     Abilities,
     Told,
     adapters_of,
     also_served,
     context_of,
     merged,
+    told_values,
 )
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.pooling import pooling_path
@@ -298,7 +298,7 @@ class Upstream:
                 found[path] = None if text is None else (("kv_cache_dtype", dtype[1]),) if dtype else ()
                 continue
             said = await self.page(path)
-            found[path] = None if said is None else _told(said, LINEAGE_PAGES[path])
+            found[path] = None if said is None else told_values(said, LINEAGE_PAGES[path])
         return found
 
     async def probed(
@@ -580,12 +580,6 @@ async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX)
             raise ValueError(f"a body of more than {most} bytes")
         body += await response.content.read(most - len(body))
     return body
-
-
-def _told(said: Mapping[str, object], names: Iterable[str]) -> Told:
-    return tuple(
-        (name, str(said[name])[:VALUE_MAX]) for name in names if isinstance(said.get(name), str | int)
-    )
 
 
 def _ids_from(answer: JsonObject) -> IdsFrom:

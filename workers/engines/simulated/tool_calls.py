@@ -1,9 +1,9 @@
 """The tool calls of the simulated model.
 
-The chat template of `builtin:sim` writes the tools of a request into the first line of the prompt. If no tool's result follows
-the last user message, the answer is a call of one of these tools. The call has the format of Hermes, and arguments that fit the
-tool's schema. After a tool's result, the answer is text, so that an agent's conversation ends. The call depends on the prompt
-alone, like all answers.
+The chat template of `builtin:sim` writes the tools of a request into the first line of the prompt, unless `tool_choice` is
+`none`. If no tool's result follows the last user message, the answer is a call of one of these tools. The call has the format of
+Hermes, and arguments that fit the tool's schema. After a tool's result, the answer is text, so that an agent's conversation ends.
+The call depends on the prompt alone, like all answers.
 """
 
 import json

@@ -196,7 +196,14 @@ def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], 
                 places = range(first, min(first + PROMPT_ROWS, last))
                 values = logits([row + place - work.start for place in places])
                 tokens = [sequence.tokens[place + 1] for place in places]
-                sequence.before += logprobs_of(values, tokens, sequence.sampling.prompt_logprobs or 0)
+                found = logprobs_of(values, tokens, sequence.sampling.prompt_logprobs or 0)
+                ranks = (values > values.gather(1, torch.tensor(tokens, device=values.device)[:, None])).sum(
+                    1
+                ) + 1
+                sequence.before += [
+                    Logprob(one.chosen, one.top, rank)
+                    for one, rank in zip(found, ranks.tolist(), strict=True)
+                ]
         row += work.count
 
 

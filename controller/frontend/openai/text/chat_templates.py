@@ -23,7 +23,7 @@ ERROR_CHARS_MAX = 200  # characters quoted from a template's own error message
 SOURCE_CHARS_MAX = 262_144  # the longest published templates have 30,000 characters
 SIM_TEMPLATE = (
     "{# Calls are written as <tool_call>{...}</tool_call>. #}"
-    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% if tools and tool_choice != 'none' %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )

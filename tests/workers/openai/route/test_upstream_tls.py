@@ -1,4 +1,4 @@
-"""TLS to an upstream, against real TLS servers: trust, client certificates, names, and errors that say what to set."""
+"""TLS to an upstream, against real TLS servers: trust, client certificates, names and errors."""
 
 import asyncio
 import os
@@ -19,7 +19,9 @@ from workers.engines.openai.upstream import Upstream, UpstreamUnavailable
 
 
 def reached(url: str, **tls: Any) -> Upstream:
-    files = {name: str(value) if isinstance(value, Path) else value for name, value in tls.items()}
+    files: dict[str, Any] = {
+        name: str(value) if isinstance(value, Path) else value for name, value in tls.items()
+    }
     return Upstream(url, "", 4, UpstreamRoute(tls=UpstreamTls(**files)))
 
 
@@ -39,7 +41,7 @@ async def why(upstream: Upstream) -> str:
 
 @dataclass
 class World:
-    """A TLS server whose certificate is for the name gpu only, and one that also requires a client certificate."""
+    """A TLS server with a certificate for the name gpu, and one that also requires a client certificate."""
 
     folder: Path
     ca: Path
@@ -119,8 +121,9 @@ async def test_an_error_names_the_file_that_cannot_be_used(world: World) -> None
 async def test_an_encrypted_private_key_is_an_error_and_no_question(world: World) -> None:
     cert, key = world.client
     secret = world.folder / "secret.key"
-    command = ["openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", key, "-out", secret]
-    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    command = ["openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", str(key), "-out", str(secret)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL)
+    assert await process.wait() == 0
     said = await why(reached(world.url, ca_file=world.ca, cert_file=cert, key_file=secret))
     assert "the private key is encrypted; remove its passphrase" in said
 
