@@ -13,7 +13,7 @@ from frontend_kit import Kit, first_goes_to, frontend
 from scripted_worker import Act, ScriptedWorker
 
 from events.observations import RequestAbandoned, RequestMigrated
-from events.proxied_paths import AUDIO, PATHS, POOLING
+from events.proxied_paths import AUDIO, BATCHES, PATHS, POOLING
 from events.wire import Chunk, Generate, ProxiedPiece, ProxiedRequest, Step
 
 CHATS, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
@@ -82,8 +82,8 @@ async def test_a_whole_response_is_returned_as_the_server_sent_it() -> None:
         assert (request.path, request.streamed) == (EMBEDDINGS, False)
 
 
-@pytest.mark.parametrize("path", POOLING)
-async def test_every_pooling_path_is_passed_on(path: str) -> None:
+@pytest.mark.parametrize("path", [BATCHES, *POOLING])
+async def test_every_path_without_an_exact_form_is_passed_on(path: str) -> None:
     async with frontend() as kit:
         worker = ServingWorker("w1")
         await kit.add(worker, **UPSTREAM)

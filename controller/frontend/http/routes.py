@@ -14,7 +14,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http import messages_endpoints, responses_endpoints, status_endpoints, tokenizing
+from controller.frontend.http import (
+    invocations,
+    messages_endpoints,
+    responses_endpoints,
+    status_endpoints,
+    tokenizing,
+)
 from controller.frontend.http.docs_page import PAGE_HEADERS, docs_page
 from controller.frontend.http.messages_endpoints import CountedTokens
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
@@ -28,7 +34,7 @@ from controller.frontend.openai.messages import models as messages
 from controller.frontend.openai.request_head import ENDPOINTS
 from controller.frontend.openai.responses import models as responses
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
-from events.proxied_paths import AUDIO, POOLING
+from events.proxied_paths import AUDIO, BATCHES, POOLING
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
@@ -108,11 +114,6 @@ ROUTES = (
         media=(JSON, EVENTS),
     ),
     Route(
-        "POST", "/invocations", OpenAiEndpoints.serve,
-        "Create a chat completion from a body with messages, or a text completion from one with a prompt (SageMaker).",
-        (models.ChatBody, models.CompletionBody), media=(JSON, EVENTS),
-    ),
-    Route(
         "POST", "/v1/messages", OpenAiEndpoints.serve, "Create a message (Anthropic's API).", (messages.MessagesBody,),
         media=(JSON, EVENTS),
     ),
@@ -136,9 +137,13 @@ ROUTES = (
     ),
     *(
         Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.", (models.PoolingBody,))
-        for path in POOLING
+        for path in (BATCHES, *POOLING)
     ),
     *(Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.") for path in AUDIO),
+    Route(
+        "POST", "/invocations", invocations.invoke, "Handle a chat, a completion or another request by its fields (SageMaker).",
+        (models.PoolingBody,), media=(JSON, EVENTS),
+    ),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(

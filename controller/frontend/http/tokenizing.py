@@ -68,7 +68,8 @@ def _rendered(body: TokenizeRequest, tokens: Tokens) -> str:
     if tokens.template is None:
         raise invalid("this model has no chat template; give a prompt", "messages", "no_chat_template")
     try:
-        return tokens.template.render(body.messages, **body.template_names)
+        render = tokens.template.render_continued if body.continues else tokens.template.render
+        return render(body.messages, **body.template_names)
     except BadTemplate as error:
         raise invalid(str(error), "messages") from error
 

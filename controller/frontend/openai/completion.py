@@ -307,14 +307,16 @@ def rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
 
 
 def _truncated(prompt: list[int], parsed: ParsedRequest, context: int) -> list[int]:
-    """Return the last tokens of a prompt: as many as the client requested.
+    """Return as many tokens of a prompt as the client requested: its last ones, or its first ones.
 
     If the requested number is negative, return as many as fit into the context together with `max_tokens`.
     """
     most = parsed.truncate or 0
     if most < 0:
         most = context - (parsed.max_tokens or 1)
-    return prompt[-most:] if most > 0 else []
+    if most <= 0:
+        return []
+    return prompt[:most] if parsed.keeps_start else prompt[-most:]
 
 
 def _check_truncated(text: str, context: int, intake: Intake) -> None:

@@ -23,7 +23,7 @@ from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest, bad_json
 from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
-from events.proxied_paths import AUDIO, MESSAGES, POOLING
+from events.proxied_paths import AUDIO, BATCHES, MESSAGES, POOLING
 from events.wire import FRAME_BYTES_MAX, Logprob, ProxiedPiece, ProxiedRequest, Sampling
 
 BODY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024  # a body and the rest of its frame fit into a frame
@@ -61,7 +61,7 @@ def read_proxied(path: str, media: str, body: bytes) -> ParsedRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_json(str(error)) from error
     wanted = found.max_completion_tokens or found.max_tokens
-    streamed = bool(found.stream) and path not in POOLING
+    streamed = bool(found.stream) and path not in POOLING and path != BATCHES
     return ParsedRequest(
         api="proxied",
         model=found.model or "",

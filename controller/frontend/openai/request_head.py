@@ -37,16 +37,14 @@ from controller.frontend.request.routing_overrides import (
 )
 from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
-from events.proxied_paths import AUDIO, POOLING
+from events.proxied_paths import AUDIO, BATCHES, POOLING
 
-INVOCATIONS = "invocations"  # a chat or a completion, by the request's body
 ENDPOINTS = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
-    "/invocations": INVOCATIONS,
     "/v1/messages": "messages",
     "/v1/responses": "responses",
-    **{path: path.strip("/").replace("/", "_") for path in (*POOLING, *AUDIO)},
+    **{path: path.strip("/").replace("/", "_") for path in (BATCHES, *POOLING, *AUDIO)},
 }
 """By path: the endpoint's name in metrics, and the kind of its bodies."""
 MODES = ("", "exact", "proxied")

@@ -11,7 +11,7 @@ docs/reference/api.md is generated:
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from controller.deciders.thresholds import BusyThresholds
 
@@ -37,7 +37,9 @@ TOKENS_MAX = 2**18  # tokens in /detokenize: about four times as many characters
 Json = dict[str, object]
 Count = Annotated[int, Meta(ge=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Bias = Annotated[
+    float, Field(allow_inf_nan=False), AfterValidator(lambda bias: min(100.0, max(-100.0, bias)))
+]
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=BAD_WORD_CHARS_MAX)]
 TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$", description="a token id")]
 
@@ -88,13 +90,13 @@ class StreamOptions(Lenient):
     """Options of a streamed response."""
 
     include_usage: bool = option("add a final event with the usage", False)
-    continuous_usage_stats: bool = option("add the usage so far to every event; needs include_usage", False)
+    continuous_usage_stats: bool = option("add the usage so far to every event, with include_usage", False)
 
 
 class RequestBody(Lenient):
     """Fields common to chat and completion requests."""
 
-    model: str = option("a name listed by /v1/models; optional if only one model is served", "")
+    model: str | None = option("a name listed by /v1/models; optional if only one model is served")
     stream: bool = option("send an event for each token instead of the whole answer", False)
     stream_options: StreamOptions | None = option(
         "include_usage, continuous_usage_stats; only with stream: true"
@@ -117,6 +119,9 @@ class RequestBody(Lenient):
     include_stop_str_in_output: bool = option("keep the stop string at the end of the answer", False)
     truncate_prompt_tokens: int | None = option(
         "use only this many tokens of the prompt, its last ones; -1: as many as fit", ge=-1, lt=2**31
+    )
+    truncation_side: Literal["left", "right"] | None = option(
+        "right: use the first tokens of the prompt instead, with truncate_prompt_tokens; default left"
     )
     n: int | None = option("number of answers to each prompt", ge=1, le=N_MAX)
     ignore_eos: bool = option("continue after the end-of-sequence token", False)
@@ -152,7 +157,9 @@ class RequestBody(Lenient):
     skip_special_tokens: bool | None = option("false: show special tokens by their names; default true")
     return_token_ids: bool | None = option("return token_ids with the text, and prompt_token_ids")
     return_tokens_as_token_ids: bool | None = option('show the tokens of logprobs as "token_id:N"')
-    response_format: Json | None = option("format of the answer: type text, json_object or json_schema")
+    response_format: Json | None = option(
+        "format of the answer: type text, json_object, json_schema or structural_tag"
+    )
     structured_outputs: Json | None = option(
         "format of the answer, in vLLM's form: json, regex, choice, grammar …"
     )
@@ -196,6 +203,13 @@ class Tool(Lenient):
 
     type: Literal["function"] = option("function", "function")
     function: FunctionDefinition
+
+    def for_template(self) -> Json:
+        """Return the tool as vLLM passes it to chat templates: with description and parameters, without unknown fields."""
+        shown = self.function.model_dump(include={"name", "description", "parameters"})
+        extra = self.function.model_extra or {}
+        shown |= {name: extra[name] for name in ("strict", "defer_loading") if extra.get(name) is not None}
+        return {"type": self.type, "function": shown}
 
 
 class ChatBody(RequestBody):
@@ -300,7 +314,10 @@ class TokenizeChatBody(TokenizerBody):
     add_special_tokens: bool = option("include the special tokens that the tokenizer adds to a prompt", False)
     return_token_strs: bool | None = option("return each token's name in the vocabulary")
     chat_template_kwargs: Json | None = option("variables for the chat template")
-    tools: list[Json] | None = option("for the chat template", max_length=TOOLS_MAX)
+    tools: list[Tool] | None = option("for the chat template", max_length=TOOLS_MAX)
+    continue_final_message: bool = option(
+        "true: end with the last message's text; needs add_generation_prompt: false", False
+    )
 
 
 class DetokenizeBody(TokenizerBody):
@@ -379,7 +396,7 @@ REFUSED_BY_COMPLETIONS: Harmless = _REFUSED_BY_BOTH | {
     "suffix": (None, ""),
     "add_special_tokens": (None, True),
 }
-REFUSED_BY_TOKENIZE: Harmless = {"chat_template": (None,), "continue_final_message": (None, False)}
+REFUSED_BY_TOKENIZE: Harmless = {"chat_template": (None,)}
 IGNORED: dict[str, str] = {
     "user": "identifies the end user",
     "safety_identifier": "identifies the end user",
@@ -395,7 +412,6 @@ IGNORED: dict[str, str] = {
     "rid": "the request id is set by X-Request-Id",
     "session_id": "requests are routed to their cached prefix",
     "stream_interval": "every token is a separate event",
-    "truncation_side": "truncate_prompt_tokens keeps the last tokens",
     "mm_processor_kwargs": "applies to images, which are refused",
     "media_io_kwargs": "applies to images, which are refused",
     "return_token_offsets": "vLLM returns them only for rendered prompts",

@@ -75,6 +75,7 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # keep the stop string at the end of the answer
     truncate: int | None = None  # tokens of the prompt that are used; -1: as many as fit
+    keeps_start: bool = False  # whether these are its first tokens, not its last ones
     logprobs: int | None = None  # number of top tokens shown; None if no logprobs are requested
     prompt_logprobs: int | None = (
         None  # number of top tokens with each token of the prompt; None if not requested
@@ -143,6 +144,7 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
     model: str | None
     text: str | None = None  # None if messages are given
     messages: list[models.Json] = []
+    continues: bool = False  # whether the prompt ends with the last message's text
     template_names: models.Json = {}  # variables for the chat template
     special: bool
     token_strs: bool
@@ -159,7 +161,7 @@ class DetokenizeRequest(Struct, kw_only=True, frozen=True):
 
 USER_CHARS_MAX = 128
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
-FORMS = ("text", "json_object", "json_schema")
+FORMS = ("text", "json_object", "json_schema", "structural_tag")
 _plain = msgspec.json.Decoder(models.PlainChat)
 
 
@@ -183,12 +185,12 @@ def parse_any_chat(data: object) -> ParsedRequest:
     unknown = refuse(body.model_extra, models.REFUSED_BY_CHAT)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    if body.continue_final_message and body.add_generation_prompt is not False:
-        why = "continue_final_message needs add_generation_prompt: false"
-        raise invalid(why, "continue_final_message")
+    _check_continued(
+        continues=bool(body.continue_final_message), opened=body.add_generation_prompt is not False
+    )
     extra = dict(body.chat_template_kwargs or {})
     if body.tools:
-        extra.setdefault("tools", [tool.model_dump(exclude_unset=True) for tool in body.tools])
+        extra.setdefault("tools", [tool.for_template() for tool in body.tools])
         if body.tool_choice is not None:
             extra.setdefault("tool_choice", body.tool_choice)
     if body.documents:
@@ -210,6 +212,13 @@ def parse_any_chat(data: object) -> ParsedRequest:
         template_extra=extra or None,
         template_reads={} if body.reasoning_effort is None else {"reasoning_effort": ("reasoning_effort",)},
     )
+
+
+def _check_continued(*, continues: bool, opened: bool) -> None:
+    """Raise ApiError (400) if a prompt would both continue its last message and open the next one."""
+    if continues and opened:
+        why = "continue_final_message needs add_generation_prompt: false"
+        raise invalid(why, "continue_final_message")
 
 
 def _tool_use(body: models.ChatBody) -> ToolUse | None:
@@ -291,15 +300,18 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
         raise invalid("prompt_logprobs: not with stream: true", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
-    if options.continuous_usage_stats and not options.include_usage:
-        raise invalid("stream_options: continuous_usage_stats needs include_usage: true", "stream_options")
     guided, calls = _guided(body), _guided_calls(own.get("tool_use"))
     if guided and calls:
         raise invalid(f"tool_choice: {next(iter(guided))} constrains the answer already", "tool_choice")
+    try:
+        msgspec.msgpack.encode(guided or calls)  # as the request to a worker will contain it
+    except OverflowError as error:
+        name = next(iter(guided or {"tools": calls}))
+        raise invalid(f"{name}: a number needs more than 64 bits", name) from error
     named = (f"stream_options.{name}" for name in options.model_extra or ())
     user = (body.model_extra or {}).get("user")
     return ParsedRequest(
-        model=body.model,
+        model=body.model or "",
         stream=body.stream,
         include_usage=options.include_usage,
         n=body.n or 1,
@@ -308,10 +320,11 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
         include_stop=body.include_stop_str_in_output,
         truncate=body.truncate_prompt_tokens,
         prompt_logprobs=body.prompt_logprobs,
+        keeps_start=body.truncation_side == "right",
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
         special=body.skip_special_tokens is False,
-        continuous_usage=options.continuous_usage_stats,
+        continuous_usage=options.continuous_usage_stats and options.include_usage,
         guided=guided or calls,
         cache_salt=body.cache_salt or "",
         unknown=(*unknown, *(name for name in named if name not in models.IGNORED)),
@@ -357,6 +370,9 @@ def _guided(body: models.RequestBody) -> models.Json | None:
     if wanted is not None:
         if wanted.get("type") not in FORMS:
             why = f"response_format.type must be {', '.join(FORMS[:-1])} or {FORMS[-1]}"
+            raise invalid(why, "response_format")
+        if wanted["type"] == "json_schema" and not isinstance(wanted.get("json_schema"), dict):
+            why = "response_format.json_schema must be an object with the schema"
             raise invalid(why, "response_format")
         if wanted["type"] != "text":
             found["response_format"] = wanted
@@ -438,11 +454,13 @@ def parse_tokenize(data: object) -> TokenizeRequest:
         raise invalid("give either prompt or messages", "prompt")
     body = validated(models.TokenizeChatBody, data) if chat else validated(models.TokenizePromptBody, data)
     unknown = refuse(body.model_extra, models.REFUSED_BY_TOKENIZE)
-    text, messages, names = None, [], models.Json()
+    text, messages, names, continues = None, [], models.Json(), False
     if isinstance(body, models.TokenizePromptBody):
         text = body.prompt
     else:
-        names = {"tools": body.tools} if body.tools else {}
+        continues = body.continue_final_message
+        _check_continued(continues=continues, opened=body.add_generation_prompt)
+        names = {"tools": [tool.for_template() for tool in body.tools]} if body.tools else {}
         names |= body.chat_template_kwargs or {}
         names["add_generation_prompt"] = body.add_generation_prompt
         messages = [plain_message(place, message) for place, message in enumerate(body.messages)]
@@ -450,6 +468,7 @@ def parse_tokenize(data: object) -> TokenizeRequest:
         model=body.model,
         text=text,
         messages=messages,
+        continues=continues,
         template_names=names,
         special=body.add_special_tokens,
         token_strs=bool(body.return_token_strs),

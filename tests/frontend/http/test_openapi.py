@@ -96,6 +96,7 @@ GOOD: dict[str, Any] = {
     "user": "u",
     "allowed_token_ids": [300, 301], "bad_words": ["me"],
     "prompt_logprobs": 1,
+    "truncation_side": "right",
 }  # fmt: skip
 # Values of fields that differ between bodies.
 SPECIAL: dict[tuple[str, str], Any] = {

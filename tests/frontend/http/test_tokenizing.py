@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import deque
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, sentencepiece_like
-from scripted_worker import ScriptedWorker
+from scripted_worker import Act, ScriptedWorker
 from tokenizers.processors import TemplateProcessing
 
 from controller.frontend.openai.request_models import TEXT_CHARS_MAX, TOKENS_MAX
@@ -78,6 +79,15 @@ async def test_special_tokens_are_added_and_shown_on_request(tmp_path: Path) -> 
         assert await refused(kit, "/tokenize", messages=MESSAGES) == (400, "no_chat_template", "messages")
 
 
+async def test_a_continued_message_is_tokenized_to_its_end() -> None:
+    said = [*MESSAGES, {"role": "assistant", "content": "It is "}]
+    async with frontend(ScriptedWorker()) as kit:
+        found = await ask(
+            kit, "/tokenize", messages=said, add_generation_prompt=False, continue_final_message=True
+        )
+        assert (await ask(kit, "/detokenize", tokens=found["tokens"]))["prompt"].endswith("assistant: It is ")
+
+
 async def test_an_empty_text_has_no_tokens() -> None:
     async with frontend(ScriptedWorker()) as kit:
         found = await ask(kit, "/tokenize", prompt="")
@@ -118,7 +128,7 @@ async def test_long_texts_are_served_and_too_long_ones_refused_untokenized() -> 
         (
             "/tokenize",
             {"messages": MESSAGES, "continue_final_message": True},
-            (400, "unsupported_parameter", "continue_final_message"),
+            (400, "invalid_value", "continue_final_message"),
         ),
         (
             "/tokenize",
@@ -173,7 +183,7 @@ async def test_tokenizing_is_served_on_the_api_port_but_not_on_the_admin_port() 
         for path in ("/tokenize", "/detokenize", "/v1/models", "/v1/models/m"):
             async with kit.http.get(kit.admin + path) as answer:
                 assert answer.status == 404
-        for path in ("/version", "/ping", "/openapi.json"):
+        for path in ("/version", "/ping", "/load", "/openapi.json"):
             async with kit.http.get(kit.admin + path) as answer:
                 assert answer.status == 200
 
@@ -197,6 +207,21 @@ async def test_ping_returns_whether_a_request_could_be_served() -> None:
         assert await pings() == {(200, b"")}
         kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
         assert await pings() == {(503, b"")}
+
+
+async def test_the_load_is_the_number_of_requests_in_progress() -> None:
+    async with frontend(ScriptedWorker(acts=deque([Act(after=1, how="silence")]))) as kit:
+
+        async def load() -> Any:
+            async with kit.http.get(kit.url + "/load") as answer:
+                return await answer.json()
+
+        assert await load() == {"server_load": 0}
+        asked = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 9}
+        async with kit.http.post(kit.url + "/v1/completions", json=asked) as running:
+            await running.content.readline()
+            assert await load() == {"server_load": 1}
+            running.close()
 
 
 async def test_models_report_the_length_of_their_context() -> None:

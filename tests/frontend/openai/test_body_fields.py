@@ -208,6 +208,33 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
     assert await sent(prompt=whole, truncate_prompt_tokens=2) == whole[-2:]
     assert len(await sent(prompt="word " * 20_000, truncate_prompt_tokens=-1)) == 4096 - 2
     assert await sent(prompt=whole * 9_000, truncate_prompt_tokens=4) == (2 * whole)[-4:]
+    for side, kept in (("left", whole[-3:]), ("right", whole[:3]), (None, whole[-3:])):
+        assert await sent(prompt=whole, truncate_prompt_tokens=3, truncation_side=side) == kept
+
+
+@pytest.mark.parametrize(("parse", "body", "refused"), KINDS)
+def test_fields_have_the_values_that_vllm_gives_them(
+    parse: Any, body: dict[str, Any], refused: dict[str, tuple[Any, ...]]
+) -> None:
+    assert parse(body | {"model": None}).model == ""
+    bias = {"1": 101, "2": -250.5, "3": 7}
+    assert parse(body | {"logit_bias": bias}).sampling.logit_bias == {1: 100.0, 2: -100.0, 3: 7.0}
+    lonely = {"continuous_usage_stats": True}
+    asked = parse(body | {"stream": True, "stream_options": lonely})
+    assert not asked.continuous_usage and not asked.include_usage
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
+    assert parse(body | {"response_format": tag}).guided == {"response_format": tag}
+
+
+def test_a_chat_template_gets_tools_as_vllm_passes_them() -> None:
+    tools: list[dict[str, Any]] = [
+        {"function": {"name": "f", "odd": 1}, "odd": 2},
+        {"type": "function", "function": {"parameters": {}, "strict": True, "description": "d", "name": "g"}},
+    ]
+    first, second = parse_any_chat(CHAT | {"tools": tools}).template_extra["tools"]  # type: ignore[index]
+    assert first == {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
+    shown = {"name": "g", "description": "d", "parameters": {}, "strict": True}
+    assert list(second["function"].items()) == list(shown.items())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""/invocations, /load and /docs."""
+"""/load and /docs."""
 
 import asyncio
 import re
 from typing import Any
 
-import pytest
 from frontend_kit import frontend
 from scripted_worker import Act, ScriptedWorker
 from waits import until
@@ -14,30 +13,6 @@ from controller.frontend.openai.request_models import ChatBody
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi", "max_tokens": 2}
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "endpoint"),
-    [(CHAT, "chat.completion", "chat_completions"), (COMPLETION, "text_completion", "completions")],
-)
-async def test_an_invocation_is_a_chat_or_a_completion_by_its_body(
-    body: dict[str, Any], kind: str, endpoint: str
-) -> None:
-    async with frontend(ScriptedWorker()) as kit:
-        status, answer, _ = await kit.post("/invocations", **body)
-        assert (status, answer["object"]) == (200, kind)
-        events = await kit.stream("/invocations", **body)
-        assert events[-1] == {"done": True}
-        ended = kit.director.request_metrics.ended
-        assert {where for _, where, *_ in ended if where == "invocations"} == set()
-        assert sum(n for (_, where, *_), n in ended.items() if where == endpoint) == 2
-
-
-@pytest.mark.parametrize("body", [{}, {"model": "m", "text": "hi"}])
-async def test_an_invocation_without_messages_or_prompt_is_refused(body: dict[str, Any]) -> None:
-    async with frontend(ScriptedWorker()) as kit:
-        status, answer, _ = await kit.post("/invocations", **body)
-    assert status == 400 and "messages, a prompt or an input" in answer["error"]["message"]
 
 
 async def test_the_load_is_the_number_of_requests_in_progress() -> None:

@@ -5,6 +5,7 @@ the upstream obeys. `UpstreamKey` follows changes of the file that contains the 
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,6 +158,8 @@ def _kinds(field: str, value: object) -> JsonObject:
         return {kind: what for kind, what in value.items() if what is not None}
     if value["type"] == "json_object":
         return {"json_object": True}
+    if value["type"] == "structural_tag":
+        return {"structural_tag": json.dumps(value)}
     described = value.get("json_schema")
     return {"json": described.get("schema", {}) if isinstance(described, dict) else {}}
 
