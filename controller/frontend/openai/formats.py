@@ -72,7 +72,8 @@ class AnswerFormat:
         self.stream = stream
         self.formats = formats
         self.created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        special = parsed.special or is_parsed(parsed, formats)
+        self.is_parsed = is_parsed(parsed, formats)
+        special = parsed.special or self.is_parsed
         self.shared = writers.ResponseFormat(
             parsed, tokens, call.id, self.created, special=special, fingerprint=fingerprint
         )
@@ -118,7 +119,7 @@ class ChatFormat(AnswerFormat):
         if parsed.detailed:
             echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
             context = writers.AnswerContext(prompt, echoed, accepted, parsed.logprobs_of_prompt is not None)
-        if is_parsed(parsed, self.formats):
+        if self.is_parsed:
             if self.stream is None:
                 return ParsedBufferedWriter(format, context, partial(self.parser, index, text))
             return ParsedStreamingWriter(format, self.stream, index, context, self.parser(index, text))
