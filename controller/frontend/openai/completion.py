@@ -164,9 +164,10 @@ class Completion:
         """Return the writer of the next answer. `accepted` is the growing list of this answer's tokens."""
         format, parsed, context = self._format, self._parsed, writers.PLAIN
         if parsed.detailed:
-            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
+            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else parsed.echo_text
             requested = parsed.logprobs_of_prompt is not None
-            context = writers.AnswerContext(prompt, echoed, accepted, requested)
+            shown = (text or format.tokens.decode(prompt, special=True)) if parsed.prompt_text else ""
+            context = writers.AnswerContext(prompt, echoed, shown, accepted, requested)
         index = len(self.answers)
         if is_parsed(parsed, self._formats):
             parser = partial(parser_of, parsed, self._formats, text, f"{format.request}-{index}")
@@ -228,10 +229,10 @@ class Completion:
         whole = self._format.response(name, choices) | more
         if self._parsed.chat and self._parsed.token_ids:
             whole["prompt_token_ids"] = self.answers[0].request.prompt
-        if self._parsed.chat and self._parsed.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
-            for choice in choices[1:]:
-                del choice["prompt_logprobs"]
+        if self._parsed.chat:  # a chat has one prompt, so these are beside its choices
+            for name in ("prompt_logprobs", "prompt_text"):
+                values = [choice.pop(name) for choice in choices if name in choice]
+                whole |= {name: values[0]} if values else {}
         return whole
 
 
@@ -275,6 +276,7 @@ def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
         ("logprobs", parsed.logprobs is not None),
         ("prompt_logprobs", parsed.prompt_logprobs is not None),
         ("return_token_ids", parsed.token_ids),
+        ("add_special_tokens", parsed.special_tokens not in (None, not parsed.chat)),
     ):
         if wanted and group.text_only:
             raise unsupported(name, "this model's servers return text only")

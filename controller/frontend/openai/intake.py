@@ -282,7 +282,8 @@ async def read_prompts(
     shared, threads, out = not parsed.cache_salt, intake.long_texts, []
     for prompt in prompts:
         if isinstance(prompt, str):
-            read = await tokens.encode_soon(prompt, threads, special=not chat, shared=shared)
+            special = not chat if parsed.special_tokens is None else parsed.special_tokens
+            read = await tokens.encode_soon(prompt, threads, special=special, shared=shared)
             if parsed.truncate is None:
                 out.append((read, prompt))
             else:

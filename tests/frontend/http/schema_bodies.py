@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 KNOWN = {
-    *("$ref", "anyOf", "enum", "type", "items", "minItems", "maxItems", "minLength", "maxLength", "pattern"),
+    *(
+        "$ref",
+        "anyOf",
+        "const",
+        "enum",
+        "type",
+        "items",
+        "minItems",
+        "maxItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+    ),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "maxProperties"),
     *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
     *("title", "description", "default"),
@@ -34,6 +46,8 @@ class Maker:
         assert not unknown, f"a schema has {unknown}, which are not supported here"
         if "$ref" in schema:
             return self.value(self._schemas[schema["$ref"].removeprefix(AT)], depth)
+        if "const" in schema:
+            return schema["const"]
         if "enum" in schema:
             return self.dice.choice(schema["enum"])
         if "anyOf" in schema:

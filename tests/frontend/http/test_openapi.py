@@ -62,7 +62,7 @@ GOOD: dict[str, Any] = {
     "guided_choice": ["abc"], "guided_grammar": 'root ::= "abc"', "skip_special_tokens": False, "parallel_tool_calls": False,
     "include_reasoning": False, "documents": [{"text": "x"}], "continue_final_message": False,
     "include_stop_str_in_output": True, "truncate_prompt_tokens": 5, "allowed_token_ids": [300, 301], "bad_words": ["me"],
-    "prompt_logprobs": 1,
+    "prompt_logprobs": 1, "return_prompt_text": True,
 }  # fmt: skip
 
 
