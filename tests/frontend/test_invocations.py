@@ -57,7 +57,7 @@ async def test_a_body_that_no_path_takes_is_refused(body: Any, words: str) -> No
 async def test_a_form_is_refused_for_a_body_of_json() -> None:
     async with frontend(ScriptedWorker()) as kit:
         for media in ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
-            sent = {"data": json.dumps(CHAT), "headers": {"Content-Type": media}}
-            async with kit.http.post(f"{kit.url}/v1/chat/completions", **sent) as answer:
+            headers, url = {"Content-Type": media}, f"{kit.url}/v1/chat/completions"
+            async with kit.http.post(url, data=json.dumps(CHAT), headers=headers) as answer:
                 error = (await answer.json())["error"]
                 assert (answer.status, error["param"]) == (400, "Content-Type")

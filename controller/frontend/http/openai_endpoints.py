@@ -131,7 +131,9 @@ class OpenAiEndpoints:
             parsed, body = await self._reader.read(head, given)
             if parsed.unknown:
                 heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
-            kind, model = "stream" if parsed.stream else "unary", parsed.model
+            kind = "stream" if parsed.stream else "unary"
+            parsed = self._reader.served(head, parsed)
+            model = parsed.model
             self._counts.active[model] += 1
             self.answering += 1
             if parsed.response is not None:

@@ -104,7 +104,6 @@ async def test_a_stream_returns_the_same_token_by_token() -> None:
             "only an assistant's",
         ),
         (CHAT | {"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice", "one field"),
-        (CHAT | {"echo": True}, "echo", "not supported"),
         (CHAT | {"guided_grammar": "root ::= a"}, "guided_grammar", "is not defined"),
         (CHAT | {"response_format": {"type": "odd"}}, "response_format", "must be"),
         (

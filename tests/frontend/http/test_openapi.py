@@ -97,6 +97,7 @@ GOOD: dict[str, Any] = {
     "allowed_token_ids": [300, 301], "bad_words": ["me"],
     "prompt_logprobs": 1,
     "truncation_side": "right",
+    "return_prompt_text": True,
 }  # fmt: skip
 # Values of fields that differ between bodies.
 SPECIAL: dict[tuple[str, str], Any] = {
