@@ -104,7 +104,7 @@ async def a_day_of(fleet: LocalFleet) -> None:
 
 async def responses_are_found(fleet: LocalFleet) -> None:
     """Each frontend finds a stored response, whichever of them has created it."""
-    path, served = f"{fleet.url}/v1/responses", set()
+    path, served = f"{fleet.url}/v1/responses", set[str]()
     body = {"model": "sim", "input": "hello", "max_output_tokens": 5}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
         while len(served) < 2:  # each connection reaches one of the frontends

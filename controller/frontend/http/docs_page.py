@@ -37,11 +37,8 @@ def docs_page(document: dict[str, Any]) -> str:
 def _paths(paths: dict[str, Any]) -> Iterator[str]:
     for path, methods in paths.items():
         for method, made in methods.items():
-            body = _type(
-                next(iter(made.get("requestBody", {}).get("content", {}).values()), dict[str, Any]()).get(
-                    "schema"
-                )
-            )
+            bodies: dict[str, Any] = made.get("requestBody", {}).get("content", {})
+            body = " or ".join(_type(one["schema"]) for one in bodies.values())
             content = made["responses"]["200"].get("content", {})
             answers = dict.fromkeys(
                 _type(one.get("schema")) or escape(media) for media, one in content.items()

@@ -102,6 +102,15 @@ class OpenAiEndpoints:
             headers = answer_headers(head, self.cors)
             return refusal(internal(), headers, messages=head.endpoint == "messages")
 
+    def with_own_headers(self, head: Head, request: web.BaseRequest) -> Head:
+        """Return a head with the routing overrides and the admission headers of its request.
+
+        Raise ApiError (400) if one of them is invalid.
+        """
+        overrides = read_overrides(request.raw_headers, self.director.settings.router)
+        asked = heads.read_admission(request.raw_headers) if self._admission.by_deadline else head.asked
+        return msgspec.structs.replace(head, overrides=overrides, asked=asked)
+
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
     ) -> web.Response | None:
@@ -118,13 +127,13 @@ class OpenAiEndpoints:
                 owner = self.keys.check(head.credentials)
             # the fast path has already parsed these headers together with the head
             if not isinstance(given, bytes):
-                overrides = read_overrides(given.raw_headers, self.director.settings.router)
-                asked = heads.read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
-                head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
-            head, parsed, body = await self._reader.read(head, given)
+                head = self.with_own_headers(head, given)
+            parsed, body = await self._reader.read(head, given)
             if parsed.unknown:
                 heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
-            kind, model = "stream" if parsed.stream else "unary", parsed.model
+            kind = "stream" if parsed.stream else "unary"
+            parsed = self._reader.served(head, parsed)
+            model = parsed.model
             self._counts.active[model] += 1
             self.answering += 1
             if parsed.response is not None:
@@ -306,10 +315,14 @@ class OpenAiEndpoints:
             raise unavailable(why, "tokenizer_missing", TOKENIZER_RETRY_S) from error
 
     def check(self, now: float) -> None:
-        """Disconnect clients that have not read for too long, and reload changed API keys. Called every second."""
+        """Disconnect clients that have not read for too long, reload changed API keys, and report unserved models.
+
+        Called every second.
+        """
         if self.keys is not None:
             self.keys.refresh()
         self.responses.expire(now)
+        self._formats.report_unserved(self.director.table.known, now)
         for stream in [*self._streams, *self._unread]:
             stream.check(now)
         for stream in list(self._streams):

@@ -22,11 +22,9 @@ from controller.frontend.openai.request_parser import ParsedRequest, read_chat, 
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames, seed
-from events.proxied_paths import AUDIO, BATCHES, CHATS, COMPLETIONS, EMBEDDINGS, POOLING
+from events.proxied_paths import AUDIO, BATCHES, CHATS, POOLING
 from events.wire import ProxiedRequest
 
-INVOCATIONS = {b'"messages"': CHATS, b'"prompt"': COMPLETIONS, b'"input"': EMBEDDINGS}
-"""For /invocations: the path for a body with this field."""
 ONLY_PROXIED = frozenset((BATCHES, *POOLING, *AUDIO))
 FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
@@ -39,11 +37,8 @@ class RequestReader:
         self._table = director.table
         self._intake = intake
 
-    async def read(self, head: Head, given: bytes | web.BaseRequest) -> tuple[Head, ParsedRequest, bytes]:
-        """Return the head of a request, the parsed request, which names a served model, and its body.
-
-        Raise ApiError if the body is invalid.
-        """
+    async def read(self, head: Head, given: bytes | web.BaseRequest) -> tuple[ParsedRequest, bytes]:
+        """Return a parsed request and its body. Raise ApiError if the body is invalid."""
         if head.media.startswith(FORMS) and head.path not in AUDIO:
             raise invalid("the header Content-Type must be application/json, not a form", "Content-Type")
         if head.mode not in heads.MODES:
@@ -54,13 +49,8 @@ class RequestReader:
         else:
             received = await self._intake.receive(given, json=head.path not in AUDIO)
         body = received.body
-        if head.endpoint == heads.INVOCATIONS:
-            path = next((path for field, path in INVOCATIONS.items() if field in body), "")
-            if not path:
-                raise invalid("the body must have messages, a prompt or an input", "messages")
-            head = msgspec.structs.replace(head, path=path, endpoint=heads.ENDPOINTS[path])
         if head.mode == "proxied" or head.path in ONLY_PROXIED:
-            return head, self._offered(head, body), body
+            return read_proxied(head.path, head.media, body), body
         parsed: ParsedRequest
         try:
             if received.scan is None:
@@ -68,13 +58,24 @@ class RequestReader:
             else:
                 parsed = await self._intake.parse(head.endpoint, received)
         except ApiError as refused:
-            return head, self.pass_on(head, body, refused), body
-        if parsed.model not in self._table.known:
+            return self.pass_on(head, body, refused), body
+        return parsed, body
+
+    def served(self, head: Head, parsed: ParsedRequest) -> ParsedRequest:
+        """Return a request that names a served model.
+
+        Raise ApiError if no worker serves the model (404 or 503), or no server of the model offers the path (404).
+        """
+        if parsed.model not in self._table.known or parsed.proxied is not None:
             parsed = self._named(parsed, chosen_model(self._director, parsed.model))
         workers = self._table.serving(parsed.served)
-        if workers and not workers[0].generates:
+        if parsed.proxied is not None:
+            offered = any(head.path in one.joined.paths for one in workers)
+        else:
+            offered = not workers or workers[0].generates
+        if not offered:
             raise _not_offered(parsed.served, head.path)
-        return head, parsed, body
+        return parsed
 
     def pass_on(self, head: Head, body: bytes, refused: ApiError) -> ParsedRequest:
         """Return a request in the form in which a server gets it unchanged.
@@ -85,17 +86,9 @@ class RequestReader:
         if refused.code != "unsupported_parameter" or head.mode == "exact":
             raise refused
         try:
-            return self._offered(head, body)
+            return self.served(head, read_proxied(head.path, head.media, body))
         except ApiError:
             raise refused from None
-
-    def _offered(self, head: Head, body: bytes) -> ParsedRequest:
-        """Return a proxied request. Raise ApiError (404) if no server of its model offers its path."""
-        parsed = read_proxied(head.path, head.media, body)
-        served = chosen_model(self._director, parsed.model)
-        if not any(head.path in one.joined.paths for one in self._table.serving(served)):
-            raise _not_offered(served, head.path)
-        return self._named(parsed, served)
 
     def _named(self, parsed: ParsedRequest, served: str) -> ParsedRequest:
         """Return a request for this model or adapter, for a client that may have used an alias or no name.

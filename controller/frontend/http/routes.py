@@ -14,7 +14,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http import messages_endpoints, responses_endpoints, status_endpoints, tokenizing
+from controller.frontend.http import (
+    invocations,
+    messages_endpoints,
+    responses_endpoints,
+    status_endpoints,
+    tokenizing,
+)
 from controller.frontend.http.docs_page import PAGE_HEADERS, docs_page
 from controller.frontend.http.messages_endpoints import CountedTokens
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
@@ -108,11 +114,6 @@ ROUTES = (
         media=(JSON, EVENTS),
     ),
     Route(
-        "POST", "/invocations", OpenAiEndpoints.serve,
-        "Create a chat completion from a body with messages, or a text completion from one with a prompt (SageMaker).",
-        (models.ChatBody, models.CompletionBody), media=(JSON, EVENTS),
-    ),
-    Route(
         "POST", "/v1/messages", OpenAiEndpoints.serve, "Create a message (Anthropic's API).", (messages.MessagesBody,),
         media=(JSON, EVENTS),
     ),
@@ -139,6 +140,10 @@ ROUTES = (
         for path in (BATCHES, *POOLING)
     ),
     *(Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.") for path in AUDIO),
+    Route(
+        "POST", "/invocations", invocations.invoke, "Handle a chat, a completion or another request by its fields (SageMaker).",
+        (models.PoolingBody,), media=(JSON, EVENTS),
+    ),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(
@@ -158,10 +163,10 @@ ROUTES = (
     ),
     Route("GET", "/openapi.json", openapi, "Return this document.", api=False),
     Route("GET", "/docs", docs, "Return this document as a page.", media=(HTML,), api=False),
+    Route("GET", "/load", status_endpoints.load, "Return the number of requests in progress.", answer=ServerLoad, api=False),
     Route("GET", "/version", status_endpoints.version, "Return the version of Holdfast.", answer=Version, api=False),
     Route("GET", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
     Route("POST", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
-    Route("GET", "/load", status_endpoints.load, "Return the number of requests in progress.", answer=ServerLoad, api=False),
     Route("GET", "/health", status_endpoints.health, "Return whether requests can be served.", api=False),
     Route("GET", "/ready", status_endpoints.health, "Return whether requests can be served.", api=False),
     Route("GET", "/live", status_endpoints.live, "Return 200 while the process is alive.", api=False),

@@ -37,7 +37,7 @@ class Version(msgspec.Struct):
 class ServerLoad(msgspec.Struct):
     """The load of a frontend, in vLLM's form."""
 
-    server_load: int  # completion requests in progress, also queued ones
+    server_load: int  # requests in progress
 
 
 class ModelList(msgspec.Struct):
@@ -74,7 +74,7 @@ async def version(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.S
 
 
 async def load(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return the number of completion requests in progress at this frontend."""
+    """Return the number of requests that this frontend serves now, including those that wait for a worker."""
     return json_answer(msgspec.json.encode(ServerLoad(endpoints.answering)))
 
 

@@ -247,6 +247,7 @@ def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
         ("logprobs", parsed.logprobs is not None),
         ("prompt_logprobs", parsed.prompt_logprobs is not None),
         ("return_token_ids", parsed.token_ids),
+        ("add_special_tokens", parsed.special_tokens not in (None, not parsed.chat)),
     ):
         if wanted and group.text_only:
             raise unsupported(name, "this model's servers return text only")
@@ -280,7 +281,8 @@ async def read_prompts(
     shared, threads, out = not parsed.cache_salt, intake.long_texts, []
     for prompt in prompts:
         if isinstance(prompt, str):
-            read = await tokens.encode_soon(prompt, threads, special=not chat, shared=shared)
+            special = not chat if parsed.special_tokens is None else parsed.special_tokens
+            read = await tokens.encode_soon(prompt, threads, special=special, shared=shared)
             if parsed.truncate is None:
                 out.append((read, prompt))
             else:

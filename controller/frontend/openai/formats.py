@@ -72,7 +72,8 @@ class AnswerFormat:
         self.stream = stream
         self.formats = formats
         self.created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        special = parsed.special or is_parsed(parsed, formats)
+        self.is_parsed = is_parsed(parsed, formats)
+        special = parsed.special or self.is_parsed
         self.shared = writers.ResponseFormat(
             parsed, tokens, call.id, self.created, special=special, fingerprint=fingerprint
         )
@@ -116,9 +117,11 @@ class ChatFormat(AnswerFormat):
     def writer(self, index: int, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
         format, parsed, context = self.shared, self.parsed, writers.PLAIN
         if parsed.detailed:
-            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else ""
-            context = writers.AnswerContext(prompt, echoed, accepted, parsed.logprobs_of_prompt is not None)
-        if is_parsed(parsed, self.formats):
+            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else parsed.echo_text
+            requested = parsed.logprobs_of_prompt is not None
+            shown = (text or format.tokens.decode(prompt, special=True)) if parsed.prompt_text else ""
+            context = writers.AnswerContext(prompt, echoed, shown, accepted, requested)
+        if self.is_parsed:
             if self.stream is None:
                 return ParsedBufferedWriter(format, context, partial(self.parser, index, text))
             return ParsedStreamingWriter(format, self.stream, index, context, self.parser(index, text))
@@ -139,10 +142,10 @@ class ChatFormat(AnswerFormat):
         whole = self.shared.response(name, choices) | more
         if self.parsed.chat and self.parsed.token_ids:
             whole["prompt_token_ids"] = answers[0].request.prompt
-        if self.parsed.chat and self.parsed.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
-            for choice in choices[1:]:
-                del choice["prompt_logprobs"]
+        if self.parsed.chat:  # a chat has one prompt, so these are beside its choices
+            for name in ("prompt_logprobs", "prompt_text"):
+                values = [choice.pop(name) for choice in choices if name in choice]
+                whole |= {name: values[0]} if values else {}
         return whole
 
     def _usage(self, answers: Sequence[Choice]) -> dict[str, object]:

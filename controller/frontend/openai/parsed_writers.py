@@ -122,7 +122,9 @@ class ParsedBufferedWriter(BufferedWriter):
     def choice(self, index: int) -> Json:
         out = super().choice(index)
         parser = self._parser()
-        deltas = parser.feed(out["message"]["content"])
+        deltas = parser.feed("".join(self._text))
         last, out["finish_reason"] = parser.finish(out["finish_reason"])
-        out["message"] = message_fields(collect(shown([*deltas, *last], self._format)))
+        out["message"] = message = message_fields(collect(shown([*deltas, *last], self._format)))
+        if echoed := self._context.prompt_text:
+            message["content"] = echoed + (message["content"] or "")
         return out

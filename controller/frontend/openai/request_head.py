@@ -39,11 +39,9 @@ from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
 from events.proxied_paths import AUDIO, BATCHES, POOLING
 
-INVOCATIONS = "invocations"  # a chat or a completion, by the request's body
 ENDPOINTS = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
-    "/invocations": INVOCATIONS,
     "/v1/messages": "messages",
     "/v1/responses": "responses",
     **{path: path.strip("/").replace("/", "_") for path in (BATCHES, *POOLING, *AUDIO)},

@@ -149,6 +149,9 @@ class RequestBody(Lenient):
         "texts that the answer must not contain, as the tokenizer writes them at the beginning and after a space",
         max_length=BAD_WORDS_MAX,
     )
+    add_special_tokens: bool | None = option(
+        "include the special tokens that the tokenizer adds to a text; default: false in a chat, otherwise true"
+    )
     prompt_logprobs: int | None = option(
         "return the logprobs of each token of the prompt and of this many most likely tokens; not with stream: true",
         ge=0,
@@ -222,6 +225,10 @@ class ChatBody(RequestBody):
         "also return those of this many most likely tokens; needs logprobs: true", ge=0, le=TOP_LOGPROBS_MAX
     )
     chat_template_kwargs: Json | None = option("variables for the chat template")
+    echo: bool | None = option(
+        "return the text of the last message before the answer, if it is an assistant's"
+    )
+    return_prompt_text: bool | None = option("return prompt_text: the prompt as the chat template writes it")
     tools: list[Tool] | None = option("functions that the model may call", max_length=TOOLS_MAX)
     tool_choice: Annotated[object, _read_later({"enum": ["none", "auto", "required"]}, _NAMED_TOOL)] = option(
         "none: no call; auto: the model decides; required: at least one call; or the function to call; default: auto "
@@ -366,8 +373,7 @@ _REFUSED_BY_BOTH = {  # fields of other servers: vLLM, SGLang, llama-server, Hug
     ),
     **_unless(
         (False,),
-        "use_beam_search watermarking no_stop_trim return_hidden_states",
-        "return_routed_experts return_prompt_text",
+        "use_beam_search watermarking no_stop_trim return_hidden_states return_routed_experts",
     ),
     **_unless((True,), "spaces_between_special_tokens"),
     **_unless(
@@ -385,7 +391,6 @@ _REFUSED_BY_BOTH = {  # fields of other servers: vLLM, SGLang, llama-server, Hug
 REFUSED_BY_CHAT = {
     **_REFUSED_BY_BOTH,
     **_unless((), "audio prediction web_search_options chat_template"),
-    **_unless((False,), "echo add_special_tokens"),
     **_unless((True,), "separate_reasoning stream_reasoning"),
     **_unless(([],), "functions"),
     **_unless(("none", "auto"), "function_call"),
@@ -394,7 +399,7 @@ REFUSED_BY_CHAT = {
 }
 REFUSED_BY_COMPLETIONS: Harmless = _REFUSED_BY_BOTH | {
     "suffix": (None, ""),
-    "add_special_tokens": (None, True),
+    "return_prompt_text": (None, False),
 }
 REFUSED_BY_TOKENIZE: Harmless = {"chat_template": (None,)}
 IGNORED: dict[str, str] = {

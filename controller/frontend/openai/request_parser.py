@@ -83,6 +83,11 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     logprobs_by_id: bool = False  # whether tokens in logprobs are named by their ids
     # rarely used options that add details to an answer's text
     echo: bool = False  # return the prompt before the text
+    echo_text: str = ""  # of a chat: the text to return before the answer
+    prompt_text: bool = False  # return the prompt that the chat template has written
+    special_tokens: bool | None = (
+        None  # add the tokenizer's special tokens to prompts; None: the endpoint's default
+    )
     token_ids: bool = False
     special: bool = False  # show special tokens by their names
     continuous_usage: bool = False  # include the usage so far in every event
@@ -115,7 +120,8 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     @property
     def detailed(self) -> bool:
         """Whether answers contain the prompt or its logprobs, token ids, or the token usage in each event."""
-        return self.echo or self.token_ids or self.continuous_usage or self.prompt_logprobs is not None
+        prompt = self.echo or self.echo_text or self.prompt_text or self.prompt_logprobs is not None
+        return bool(prompt) or self.token_ids or self.continuous_usage
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -200,6 +206,7 @@ def parse_any_chat(data: object) -> ParsedRequest:
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
     tool_use = _tool_use(body)
+    messages = [plain_message(place, message) for place, message in enumerate(body.messages)]
     return _parsed(
         body,
         unknown,
@@ -207,7 +214,9 @@ def parse_any_chat(data: object) -> ParsedRequest:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         tool_use=tool_use,
         include_reasoning=body.include_reasoning is not False,
-        messages=[plain_message(place, message) for place, message in enumerate(body.messages)],
+        messages=messages,
+        echo_text=_text_of(messages[-1]) if body.echo and messages[-1]["role"] == "assistant" else "",
+        prompt_text=bool(body.return_prompt_text),
         continues=bool(body.continue_final_message),
         template_extra=extra or None,
         template_reads={} if body.reasoning_effort is None else {"reasoning_effort": ("reasoning_effort",)},
@@ -319,8 +328,9 @@ def _parsed(body: models.RequestBody, unknown: tuple[str, ...], **own: Any) -> P
         stop=_stops(body.stop),
         include_stop=body.include_stop_str_in_output,
         truncate=body.truncate_prompt_tokens,
-        keeps_start=body.truncation_side == "right",
         prompt_logprobs=body.prompt_logprobs,
+        keeps_start=body.truncation_side == "right",
+        special_tokens=body.add_special_tokens,
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
         special=body.skip_special_tokens is False,
@@ -409,6 +419,12 @@ def plain_message(place: int, message: models.ChatMessage) -> models.Json:
         why = "a message must have content; only an assistant's with tool_calls may have none"
         raise invalid(f"{where}: {why}", where)
     return {"role": message.role, **extra, "content": content or ""}
+
+
+def _text_of(message: models.Json) -> str:
+    """Return the text of a message. Its parts are joined with newlines, as for the chat template."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)  # type: ignore[attr-defined]
 
 
 def _text_part(part: models.Part, where: str) -> dict[str, str]:

@@ -131,6 +131,7 @@ class AnswerContext(msgspec.Struct):
 
     prompt: list[int] = []  # prompt tokens
     prompt_text: str = ""  # the text to echo
+    template_text: str = ""  # the prompt that the chat template has written, if the client requested it
     accepted: list[int] = []  # all accepted tokens of the answer, in a list that grows with every step
     logprobs: bool = False  # whether the logprobs of the prompt are requested
     prompt_logprobs: Sequence[Logprob] = ()  # empty until they arrive
@@ -337,6 +338,8 @@ class StreamingWriter(ResponseWriter):
             self._stream.parts += (format.before, _without_text(True, self._index, None), format.after)
         else:
             self._event(ROLE)
+            if self._context.prompt_text:
+                self._event({"content": self._context.prompt_text})
             self._latest = None
 
     def _started_detokenizer(self) -> IncrementalDetokenizer:
@@ -446,6 +449,8 @@ class StreamingWriter(ResponseWriter):
             choice["token_ids"] = tokens
             if self._prompt_due:
                 (beside if format.chat else choice)["prompt_token_ids"] = context.prompt
+        if self._prompt_due and context.template_text:
+            beside["prompt_text"] = context.template_text
         if parsed.continuous_usage:
             beside["usage"] = usage(len(context.prompt), self._written)
             after = b"]}\n\n"
@@ -533,8 +538,10 @@ class BufferedWriter(ResponseWriter):
         }
         if parsed.prompt_logprobs is not None:
             out["prompt_logprobs"] = context.shown_prompt_logprobs(format)
+        if context.template_text:
+            out["prompt_text"] = context.template_text
         if format.chat:
-            out["message"] = {"role": "assistant", "content": text, "refusal": None}
+            out["message"] = {"role": "assistant", "content": context.prompt_text + text, "refusal": None}
         else:
             out["text"] = context.prompt_text + text
         if parsed.token_ids:

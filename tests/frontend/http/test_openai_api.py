@@ -104,7 +104,6 @@ async def test_a_stream_returns_the_same_token_by_token() -> None:
             "only an assistant's",
         ),
         (CHAT | {"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice", "one field"),
-        (CHAT | {"echo": True}, "echo", "not supported"),
         (CHAT | {"guided_grammar": "root ::= a"}, "guided_grammar", "is not defined"),
         (CHAT | {"response_format": {"type": "odd"}}, "response_format", "must be"),
         (
@@ -872,12 +871,3 @@ async def test_served_requests_are_reported() -> None:
         (fact,) = kit.said(RequestsServed)
         assert (fact.worker, fact.instance, fact.count, fact.tokens) == ("w1", "i1", 3, 12)
         assert fact.routed_under == 1
-
-
-@pytest.mark.parametrize("media", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
-async def test_a_form_is_refused_where_json_is_expected(media: str) -> None:
-    async with frontend(ScriptedWorker()) as kit:
-        sent = {"data": json.dumps(CHAT), "headers": {"Content-Type": media}}
-        async with kit.http.post(f"{kit.url}/v1/chat/completions", **sent) as answer:
-            error = (await answer.json())["error"]
-            assert (answer.status, error["param"]) == (400, "Content-Type")

@@ -94,8 +94,10 @@ GOOD: dict[str, Any] = {
     "input": "hi", "instructions": "be kind", "previous_response_id": None, "store": False, "max_output_tokens": 3,
     "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"],
     "user": "u",
-    "allowed_token_ids": [300, 301], "bad_words": ["me"], "truncation_side": "right",
+    "allowed_token_ids": [300, 301], "bad_words": ["me"],
     "prompt_logprobs": 1,
+    "truncation_side": "right",
+    "return_prompt_text": True,
 }  # fmt: skip
 # Values of fields that differ between bodies.
 SPECIAL: dict[tuple[str, str], Any] = {

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import deque
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, sentencepiece_like
-from scripted_worker import ScriptedWorker
+from scripted_worker import Act, ScriptedWorker
 from tokenizers.processors import TemplateProcessing
 
 from controller.frontend.openai.request_models import TEXT_CHARS_MAX, TOKENS_MAX
@@ -206,6 +207,21 @@ async def test_ping_returns_whether_a_request_could_be_served() -> None:
         assert await pings() == {(200, b"")}
         kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
         assert await pings() == {(503, b"")}
+
+
+async def test_the_load_is_the_number_of_requests_in_progress() -> None:
+    async with frontend(ScriptedWorker(acts=deque([Act(after=1, how="silence")]))) as kit:
+
+        async def load() -> Any:
+            async with kit.http.get(kit.url + "/load") as answer:
+                return await answer.json()
+
+        assert await load() == {"server_load": 0}
+        asked = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 9}
+        async with kit.http.post(kit.url + "/v1/completions", json=asked) as running:
+            await running.content.readline()
+            assert await load() == {"server_load": 1}
+            running.close()
 
 
 async def test_models_report_the_length_of_their_context() -> None:

@@ -15,7 +15,7 @@ def test_a_restarted_echo_has_the_logprobs_of_its_own_tokens(kept: int) -> None:
     parsed = parse_completion({"model": "m", "prompt": prompt, "echo": True, "logprobs": 0})
     format = ResponseFormat(parsed, tokens, "1", 5)
     accepted: list[int] = []
-    context = AnswerContext(prompt, tokens.decode(prompt), accepted, logprobs=True)
+    context = AnswerContext(prompt, tokens.decode(prompt), accepted=accepted, logprobs=True)
     writer = BufferedWriter(format, context)
     of_prompt = [Logprob(0.0), Logprob(-1.0), Logprob(-2.0)]
     writer.write([400, 401], [*of_prompt, Logprob(-3.0), Logprob(-4.0)])

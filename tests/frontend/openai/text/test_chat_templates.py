@@ -85,7 +85,7 @@ def theirs(family: str) -> dict[str, str | None]:
         try:
             rendered: Any = render_jinja_template(  # annotated as returning a string
                 conversations=[messages],
-                tools=conversation.get("tools"),
+                tools=[whole_tool(tool) for tool in conversation.get("tools", ())] or None,
                 chat_template=source(family),
                 add_generation_prompt=conversation.get("add_generation_prompt", True),
                 **SPECIALS,
@@ -94,6 +94,12 @@ def theirs(family: str) -> dict[str, str | None]:
         except (TemplateError, TypeError):
             made[name] = REFUSED
     return made
+
+
+def whole_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as vLLM's chat endpoint passes it to a template: with a description and parameters, even if null."""
+    fields = {name: tool["function"].get(name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": fields}
 
 
 def for_templates(message: dict[str, Any], family: str) -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""/invocations, /load and /docs."""
+"""/load and /docs."""
 
 import asyncio
 import re
-from collections import deque
 from typing import Any
 
-import pytest
 from frontend_kit import frontend
 from scripted_worker import Act, ScriptedWorker
 from waits import until
@@ -17,42 +15,18 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi", "max_tokens": 2}
 
 
-@pytest.mark.parametrize(
-    ("body", "kind", "endpoint"),
-    [(CHAT, "chat.completion", "chat_completions"), (COMPLETION, "text_completion", "completions")],
-)
-async def test_an_invocation_is_a_chat_or_a_completion_by_its_body(
-    body: dict[str, Any], kind: str, endpoint: str
-) -> None:
-    async with frontend(ScriptedWorker()) as kit:
-        status, answer, _ = await kit.post("/invocations", **body)
-        assert (status, answer["object"]) == (200, kind)
-        events = await kit.stream("/invocations", **body)
-        assert events[-1] == {"done": True}
-        ended = kit.director.request_metrics.ended
-        assert {where for _, where, *_ in ended if where == "invocations"} == set()
-        assert sum(n for (_, where, *_), n in ended.items() if where == endpoint) == 2
-
-
-@pytest.mark.parametrize("body", [{}, {"model": "m", "text": "hi"}])
-async def test_an_invocation_without_messages_or_prompt_is_refused(body: dict[str, Any]) -> None:
-    async with frontend(ScriptedWorker()) as kit:
-        status, answer, _ = await kit.post("/invocations", **body)
-    assert status == 400 and "messages, a prompt or an input" in answer["error"]["message"]
-
-
 async def test_the_load_is_the_number_of_requests_in_progress() -> None:
     hold = asyncio.Event()
-    worker = ScriptedWorker(acts=deque([Act(after=1, how="error", hold=hold)] * 2))
+    worker = ScriptedWorker(always=Act(after=1, how="error", hold=hold))
 
     async def load(kit: Any) -> Any:
         async with kit.http.get(kit.url + "/load") as answer:
             return await answer.json()
 
-    async with frontend(worker, ScriptedWorker("w2", acts=worker.acts)) as kit:
+    async with frontend(worker, migration_limit=0) as kit:
         assert await load(kit) == {"server_load": 0}
-        running = [asyncio.ensure_future(kit.complete("hi", 3)) for _ in range(2)]
-        await until(lambda: not worker.acts)
+        running = [asyncio.ensure_future(kit.post("/v1/completions", **COMPLETION)) for _ in range(2)]
+        await until(lambda: worker.active == 2)
         assert await load(kit) == {"server_load": 2}
         hold.set()
         await asyncio.gather(*running)
