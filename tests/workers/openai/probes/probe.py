@@ -193,7 +193,9 @@ def same(one: object, other: object) -> bool:
         first, second = (
             {str(name).rstrip(INCOMPLETE): value for name, value in both.items()} for both in (one, other)
         )
-        return first.keys() == second.keys() and all(same(value, second[name]) for name, value in first.items())
+        return first.keys() == second.keys() and all(
+            same(value, second[name]) for name, value in first.items()
+        )
     if isinstance(one, str) and isinstance(other, str):
         return one.rstrip(INCOMPLETE) == other.rstrip(INCOMPLETE)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
