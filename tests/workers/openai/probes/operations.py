@@ -141,17 +141,6 @@ def several_chats_at_once(server: Server) -> object:
     return [one["message"]["content"] for one in whole["choices"]]
 
 
-def a_rendered_chat(server: Server) -> object:
-    said = server.post("/v1/chat/completions/render", messages=SAID, **GREEDY).good
-    return said.get("token_ids")
-
-
-def tokens_in_and_tokens_out(server: Server) -> object:
-    sampling = {"temperature": 0, "max_tokens": 4}
-    whole = server.post("/inference/v1/generate", token_ids=[300, 301], sampling_params=sampling).good
-    return whole["choices"][0]["token_ids"]
-
-
 def an_id_of_the_clients_own(server: Server) -> object:
     reply = server.post(COMPLETIONS, {"X-Request-Id": "probe-17"}, prompt=PROMPT, **GREEDY)
     assert "probe-17" in reply.good["id"]
