@@ -21,6 +21,12 @@ from controller.frontend.openai.sse import DONE, SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.openai.tools.output_parser import OutputParser
 
+NOT_REQUESTED: dict[bool, tuple[dict[str, object], dict[str, object]]] = {
+    True: (dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text")), {"token_ids": None}),
+    False: ({}, dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "token_ids"))),
+}
+"""By whether it is a chat: the details beside and in each choice, which are null unless the client requests them, as in vLLM."""
+
 
 class AnswerUsage(NamedTuple):
     """The numbers of tokens of a request: in its prompts, in its answers, and cached prompt tokens."""
@@ -146,7 +152,10 @@ class ChatFormat(AnswerFormat):
             for name in ("prompt_logprobs", "prompt_text"):
                 values = [choice.pop(name) for choice in choices if name in choice]
                 whole |= {name: values[0]} if values else {}
-        return whole
+        beside, within = NOT_REQUESTED[self.parsed.chat]
+        for choice in choices:
+            choice |= within | choice
+        return beside | whole
 
     def _usage(self, answers: Sequence[Choice]) -> dict[str, object]:
         counts = answer_usage(answers, self.parsed.n)

@@ -50,6 +50,7 @@ async def test_an_echo_is_the_prompt_followed_by_the_answer() -> None:
             "index": 0,
             "finish_reason": "length",
             "stop_reason": None,
+            **dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "token_ids")),
             "logprobs": None,
             "text": TEXT + answer,
         }
@@ -182,7 +183,15 @@ async def test_prompt_logprobs_of_a_chat_are_beside_its_choices() -> None:
         assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
         assert all("prompt_logprobs" not in choice for choice in body["choices"])
         plain = await whole(kit, "/v1/chat/completions", messages=chat["messages"])
-        assert "prompt_logprobs" not in plain
+        assert plain["prompt_logprobs"] is None
+
+
+async def test_details_that_are_not_requested_are_null() -> None:
+    async with simulated() as kit:
+        body = await whole(kit, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+        assert body["prompt_logprobs"] is body["prompt_token_ids"] is body["choices"][0]["token_ids"] is None
+        choice = (await whole(kit, prompt="hello"))["choices"][0]
+        assert choice["prompt_logprobs"] is choice["prompt_token_ids"] is choice["token_ids"] is None
 
 
 async def test_prompt_logprobs_with_an_echo_and_its_own_number_of_logprobs() -> None:

@@ -192,7 +192,8 @@ def the_ids_of_a_chat(server: Server) -> object:
 
 def no_ids_of_a_chat_unless_requested(server: Server) -> object:
     whole = server.chat()
-    assert whole.get("prompt_token_ids") is None and whole["choices"][0].get("token_ids") is None
+    assert whole["prompt_token_ids"] is None and whole["choices"][0]["token_ids"] is None
+    assert whole["prompt_logprobs"] is None
     return None
 
 

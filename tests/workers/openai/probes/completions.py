@@ -190,7 +190,7 @@ def more_logprobs_of_the_prompt(server: Server) -> object:
 
 
 def no_logprobs_of_the_prompt_unless_requested(server: Server) -> object:
-    assert server.completed().get("prompt_logprobs") is None
+    assert server.completed()["prompt_logprobs"] is None
     return None
 
 
@@ -374,7 +374,7 @@ def the_ids_of_an_answer(server: Server) -> object:
 
 def no_ids_unless_requested(server: Server) -> object:
     choice = server.completed()
-    assert choice.get("token_ids") is None and choice.get("prompt_token_ids") is None
+    assert choice["token_ids"] is None and choice["prompt_token_ids"] is None
     return None
 
 
