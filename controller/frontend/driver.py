@@ -330,6 +330,7 @@ class Driver:
                 self._end(live, now, finish, error)
             case do.Rewind(count):
                 live.rewind(count)
+                live.answer.exact |= count == 0
             case do.Park(keep_room):
                 self.waiting.park(live, keep_room=keep_room)
             case do.QueueAgain():

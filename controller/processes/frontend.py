@@ -250,6 +250,7 @@ class FrontendProcess:
         bus: Bus | None = None,
     ) -> int:
         api = Api(director)
+        responses = api.openai.responses
         listeners = Listeners(api, self._settings, console.before(api.admin) if console is not None else None)
         stop = stop_signal()
         try:
@@ -266,7 +267,7 @@ class FrontendProcess:
                 ]
                 running.append(group.create_task(self._accept(director, listeners, stop)))
                 if bus is not None:
-                    running.append(group.create_task(api.openai.responses.serve(bus)))
+                    running.append(group.create_task(responses.serve(bus)))
                 await stop.wait()
                 await self.drain(api, listeners)
                 for task in running:

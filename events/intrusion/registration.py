@@ -1,4 +1,4 @@
-"""Checks a worker's registration, and its list of adapters, against bounds that no real engine exceeds.
+"""Checks workers' registrations and lists of adapters against bounds that no real engine exceeds.
 
 A fact with a value outside its bounds is ignored when the fleet's state is computed from the journal
 (`controller.deciders.fold`), so such a worker does not become part of the fleet. The codec does not refuse such a fact,

@@ -9,6 +9,8 @@ import openai
 from frontend_kit import TOKENS, Kit, frontend
 from scripted_worker import Act, ScriptedWorker, spelling
 
+from events.wire import Chunk, Generate
+
 ARGUMENTS = '{"city": "Zürich 🏔", "days": 3}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 SCHEMA: dict[str, Any] = {
@@ -23,11 +25,21 @@ THINKING = "<think>Is it raining? 🌧</think>"
 REASONER = {"m": "qwen3"}
 
 
+class TextWorker(ScriptedWorker):
+    """A worker of a server that returns text without tokens. Its answers must be ASCII."""
+
+    def chunk_of(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
+        text = TOKENS.decode([token for token in new if token != EOS])
+        return Chunk(stream=request.stream, tokens=[], text=text, finish=finish)
+
+
 @asynccontextmanager
-async def answering(text: str, *acts: Act, **settings: Any) -> AsyncIterator[tuple[Kit, openai.AsyncOpenAI]]:
+async def answering(
+    text: str, *acts: Act, kind: type[ScriptedWorker] = ScriptedWorker, **settings: Any
+) -> AsyncIterator[tuple[Kit, openai.AsyncOpenAI]]:
     """Serve a model that answers with this text, on two workers of which the first acts as scripted."""
     workers = [
-        ScriptedWorker(name, follow=spelling([*TOKENS.encode(text, special=False), EOS]), stop_at=EOS)
+        kind(name, follow=spelling([*TOKENS.encode(text, special=False), EOS]), stop_at=EOS)
         for name in ("w1", "w2")
     ]
     workers[0].acts.extend(acts)

@@ -310,7 +310,7 @@ def with_joined_ends(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for event in events:
-        (choice, *_) = event.get("choices") or ({},)
+        choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
         shown = choice.get("text") or choice.get("delta") or choice.get("token_ids")
         if choice.get("finish_reason") is None or shown:
             found.append(event)

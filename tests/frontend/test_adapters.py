@@ -29,7 +29,7 @@ def text(prompt: list[int], count: int) -> str:
 
 async def ask(kit: Kit, model: str = "sql", **more: Any) -> tuple[int, Any]:
     """Return status and body of a completion."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 4} | more
+    body: dict[str, Any] = {"model": model, "prompt": PROMPT, "max_tokens": 4} | more
     status, answer, _ = await kit.post("/v1/completions", **body)
     return status, answer
 
@@ -262,3 +262,13 @@ async def test_a_request_does_not_follow_its_adapters_name_to_another_model() ->
         fails.set()
         await asked
         assert [other.requests for other in others] == [[], []]
+
+
+async def test_the_route_of_a_prompt_for_an_adapter_is_explained() -> None:
+    async with frontend() as kit:
+        await kit.add(ScriptedWorker("w1"))
+        await kit.add(ScriptedWorker("w2"), adapters=("sql",))
+        async with kit.http.post(kit.admin + "/route", json={"model": "sql", "tokens": PROMPT}) as response:
+            said = await response.json()
+        assert (said["model"], said["chosen"]["worker"]) == ("sql", "w2")
+        assert said["left_out"] == [{"worker": "w1", "why": "it does not have the adapter"}]

@@ -1,4 +1,4 @@
-"""LoRA adapters in the endpoint table: which workers an adapter's name stands for, and what a change changes."""
+"""LoRA adapters in the endpoint table: the workers behind an adapter's name, and changes of them."""
 
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""Registers a worker with the fleet, reports its adapters, sends its heartbeats, and checks that its name is free.
+"""Registers a worker, reports its adapters, sends its heartbeats, and checks that its name is free.
 
     engine.start … ── the engine waits ──▶ WorkerAwaited ── another reason, or two minutes ──▶ WorkerAwaited …
 

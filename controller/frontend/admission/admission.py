@@ -22,7 +22,6 @@ and is sent to workers within one iteration. So no queued request can take the r
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -120,12 +119,12 @@ class Admission:
     def __post_init__(self) -> None:
         settings = self.settings
         self._queue_s, self._now = settings.admission.queue_s, self.routing.now
-        self._queue = queue = Queue(settings.admission.queue_max)
+        self._queue = queue = Queue(settings.admission.queue_max, model_of=self.table.model_of)
         self._rooms = RoomFinder(self._queue_s, self.table, self.routing, self.preemptor)
         self.deadlines = Deadlines(settings, self.table, self.routing, queue, self._rooms)
         self.by_deadline = settings.by_deadline  # if false, requests are admitted in order of arrival
         self._ends, self._numbers, self._monitor = EndRate(), itertools.count(1), self.routing.monitor
-        self.forget = self.deadlines.keep
+        self.queued, self.waiting, self.forget = queue.queued, queue.waiting, self.deadlines.keep
 
     # --- admission
 
@@ -310,13 +309,10 @@ class Admission:
         """
         if not self._turns:
             return
-        names = [name for name in self._queue.names() if name not in self._due and self._queue.length(name)]
-        if served is not None:
-            model_of = self.table.model_of
-            names = [name for name in names if model_of(name) == model_of(served)]
-        for name in sorted(names, key=self._queue.oldest) if len(names) > 1 else names:
-            self._due.add(name)
-            asyncio.get_running_loop().call_soon(self._advance_lines, name)
+        for name in self._queue.waiting_with(served):
+            if name not in self._due:
+                self._due.add(name)
+                asyncio.get_running_loop().call_soon(self._advance_lines, name)
 
     def _advance_lines(self, served: str) -> None:
         """Grant room to the queued requests to a model or adapter until no worker has room.
@@ -366,17 +362,6 @@ class Admission:
         """
         head = self._queue.line(served, lineage).head(self._now()) if self.by_deadline else None
         return head.tier if head is not None else None
-
-    def queued(self, model: str) -> int:
-        """Return the number of queued requests to a model, with and without adapters."""
-        return self.waiting().get(model, 0)
-
-    def waiting(self) -> dict[str, int]:
-        """Return the number of queued requests by model, with and without adapters. Models without any are left out."""
-        found = Counter[str]()
-        for served, count in self._queue.waiting().items():
-            found[self.table.model_of(served)] += count
-        return dict(found)
 
     def ended(self, model: str, tokens: int) -> None:
         """Record that an answer with `tokens` tokens has ended.

@@ -22,8 +22,8 @@ if all requests were served in order of arrival. If capacity drops suddenly, som
 deadlines. With the newest served first, these are the requests that are already late.
 """
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -216,13 +216,20 @@ class Queue:
     worker had room when they were to be sent.
     """
 
-    def __init__(self, requests_max: float = inf, line: type[Line] = Line) -> None:
+    def __init__(
+        self,
+        requests_max: float = inf,
+        line: type[Line] = Line,
+        model_of: Callable[[str], str] = lambda served: served,
+    ) -> None:
         """Limit the waiting lines of each served name to `requests_max` requests in total.
+
+        `model_of` returns the model of an adapter.
 
         Sent-back requests, which were admitted before, do not count and are always queued. `line` is the class of the
         lines, which the simulator replaces.
         """
-        self._max = requests_max
+        self._max, self._model_of = requests_max, model_of
         self._lines: dict[str, dict[Lineage | None, Line]] = defaultdict(lambda: defaultdict(line))
         self._back: dict[str, Line] = defaultdict(line)  # in order of their return
 
@@ -261,16 +268,33 @@ class Queue:
         """Return the number of all queued requests of a model, including admitted requests that were queued again."""
         return self.in_line(served) + len(self._back.get(served, ()))
 
-    def oldest(self, served: str) -> int:
-        """Return the lowest number of a queued request to a model or adapter, of which there must be one."""
+    def waiting_with(self, served: str | None) -> list[str]:
+        """Return the names with queued requests that have the same model as `served`, the one of the oldest request first.
+
+        If `served` is None, return all names with queued requests.
+        """
+        names = [name for name in self.names() if self.length(name)]
+        if served is not None:
+            names = [name for name in names if self._model_of(name) == self._model_of(served)]
+        return sorted(names, key=self._oldest) if len(names) > 1 else names
+
+    def _oldest(self, served: str) -> int:
         lines = self.lines(served)
         if served in self._back:
             lines.append(self._back[served])
         return min(line.oldest() for line in lines if len(line))
 
+    def queued(self, model: str) -> int:
+        """Return the number of queued requests to a model, with and without adapters."""
+        return self.waiting().get(model, 0)
+
     def waiting(self) -> dict[str, int]:
-        """Return the number of queued requests by model or adapter. Those without queued requests are left out."""
-        return {served: count for served in self.names() if (count := self.length(served))}
+        """Return the number of queued requests by model, with and without adapters. Models without any are left out."""
+        found = Counter[str]()
+        for served in self.names():
+            if count := self.length(served):
+                found[self._model_of(served)] += count
+        return dict(found)
 
     def keep(self, served: Collection[str]) -> None:
         """Drop the empty lines of all models and adapters that are not in `served`."""

@@ -31,6 +31,8 @@ class MigrationReports:
         assert last is not None
         repeatable = request.deterministic and not live.continuation.texts and not effect.spoilt
         exact = repeatable and same_answers(move.source, last.server, request.sampling.unset)
+        if effect.well and move.tokens and not exact:
+            live.answer.exact = False
         gap_s = now - (stats.last_at if stats.first_at is not None else move.since)
         carried, cause = move.carried, move.failure.kind.cause
         source, target = move.source.key, last.server.key

@@ -7,8 +7,8 @@ from controller.frontend.errors import ApiError, invalid
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import json_answer
 from controller.frontend.http.served_models import chosen_model, group_of
+from controller.frontend.openai.completion import rendered
 from controller.frontend.openai.field_names import in_terms_of
-from controller.frontend.openai.intake import rendered
 from controller.frontend.openai.request_head import add_warning, id_header, unknown_fields
 from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.text.chat_templates import BadTemplate

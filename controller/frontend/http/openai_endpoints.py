@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/chat/completions and POST /v1/completions, from request bytes to response."""
+"""The endpoints of chat and text completions, from request bytes to response."""
 
 import asyncio
 import itertools
@@ -21,10 +21,11 @@ from controller.frontend.openai.completion import (
     AdmittedRequest,
     Completion,
     answer_tokens,
+    read_prompts,
     refuse_unsupported,
 )
 from controller.frontend.openai.field_names import in_terms_of
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.output_formats import FormatTable, check_formats
 from controller.frontend.openai.request_head import Head
 from controller.frontend.openai.sse import SseStream, StreamedResponse
@@ -109,6 +110,7 @@ class OpenAiEndpoints:
         Return the response to write, or None if the response was streamed.
         """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
+        headers[heads.MODE] = "exact"
         model, kind, owner = "", "unary", ""
         error: ApiError | None = None
         try:
@@ -119,7 +121,7 @@ class OpenAiEndpoints:
                 overrides = read_overrides(given.raw_headers, self.director.settings.router)
                 asked = heads.read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
                 head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
-            parsed, body = await self._reader.read(head, given)
+            head, parsed, body = await self._reader.read(head, given)
             if parsed.unknown:
                 heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
             kind, model = "stream" if parsed.stream else "unary", parsed.model
@@ -304,10 +306,14 @@ class OpenAiEndpoints:
             raise unavailable(why, "tokenizer_missing", TOKENIZER_RETRY_S) from error
 
     def check(self, now: float) -> None:
-        """Disconnect clients that have not read for too long, and reload changed API keys. Called every second."""
+        """Disconnect clients that have not read for too long, reload changed API keys, and report unserved models.
+
+        Called every second.
+        """
         if self.keys is not None:
             self.keys.refresh()
         self.responses.expire(now)
+        self._formats.report_unserved(self.director.table.known, now)
         for stream in [*self._streams, *self._unread]:
             stream.check(now)
         for stream in list(self._streams):

@@ -22,9 +22,11 @@ from controller.frontend.openai.request_parser import ParsedRequest, read_chat, 
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames, seed
-from events.proxied_paths import AUDIO, CHATS, POOLING
+from events.proxied_paths import AUDIO, CHATS, COMPLETIONS, EMBEDDINGS, POOLING
 from events.wire import ProxiedRequest
 
+INVOCATIONS = {b'"messages"': CHATS, b'"prompt"': COMPLETIONS, b'"input"': EMBEDDINGS}
+"""For /invocations: the path for a body with this field."""
 ONLY_PROXIED = frozenset((*POOLING, *AUDIO))
 
 
@@ -36,8 +38,11 @@ class RequestReader:
         self._table = director.table
         self._intake = intake
 
-    async def read(self, head: Head, given: bytes | web.BaseRequest) -> tuple[ParsedRequest, bytes]:
-        """Return a parsed request, which names a served model, and its body. Raise ApiError if the body is invalid."""
+    async def read(self, head: Head, given: bytes | web.BaseRequest) -> tuple[Head, ParsedRequest, bytes]:
+        """Return the head of a request, the parsed request, which names a served model, and its body.
+
+        Raise ApiError if the body is invalid.
+        """
         if head.mode not in heads.MODES:
             raise invalid(f"the header {heads.MODE} must be exact or proxied", heads.MODE)
         # Most bodies are small, and parsing them needs no coroutine.
@@ -46,8 +51,13 @@ class RequestReader:
         else:
             received = await self._intake.receive(given, json=head.path not in AUDIO)
         body = received.body
+        if head.endpoint == heads.INVOCATIONS:
+            path = next((path for field, path in INVOCATIONS.items() if field in body), "")
+            if not path:
+                raise invalid("the body must have messages, a prompt or an input", "messages")
+            head = msgspec.structs.replace(head, path=path, endpoint=heads.ENDPOINTS[path])
         if head.mode == "proxied" or head.path in ONLY_PROXIED:
-            return self._offered(head, body), body
+            return head, self._offered(head, body), body
         parsed: ParsedRequest
         try:
             if received.scan is None:
@@ -55,13 +65,13 @@ class RequestReader:
             else:
                 parsed = await self._intake.parse(head.endpoint, received)
         except ApiError as refused:
-            return self.pass_on(head, body, refused), body
+            return head, self.pass_on(head, body, refused), body
         if parsed.model not in self._table.known:
             parsed = self._named(parsed, chosen_model(self._director, parsed.model))
-        workers = self._table.models.get(parsed.model)
+        workers = self._table.serving(parsed.served)
         if workers and not workers[0].generates:
-            raise _not_offered(parsed.model, head.path)
-        return parsed, body
+            raise _not_offered(parsed.served, head.path)
+        return head, parsed, body
 
     def pass_on(self, head: Head, body: bytes, refused: ApiError) -> ParsedRequest:
         """Return a request in the form in which a server gets it unchanged.
@@ -100,8 +110,8 @@ class RequestReader:
         )
 
 
-def _not_offered(model: str, path: str) -> ApiError:
-    return ApiError(404, f"no server of {model} offers {path}", code="unknown_url")
+def _not_offered(served: str, path: str) -> ApiError:
+    return ApiError(404, f"no server of {served} offers {path}", code="unknown_url")
 
 
 def admitted_proxied(

@@ -12,8 +12,8 @@ from controller.frontend.openai.messages.errors import error_body
 
 JSON = "application/json"
 EXPOSED = (
-    "X-Request-Id, X-Holdfast-Worker, X-Holdfast-Mode, "
-    "X-Holdfast-Refused, X-Holdfast-Explain, Warning, Retry-After, retry-after-ms"
+    "X-Request-Id, request-id, X-Holdfast-Worker, X-Holdfast-Mode, X-Holdfast-Exact, X-Holdfast-Suspect, X-Holdfast-Refused, "
+    "X-Holdfast-Explain, Warning, Retry-After, retry-after-ms"
 )
 PREFLIGHT_S = 600  # seconds that a browser caches the preflight response
 

@@ -15,12 +15,13 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
 from controller.frontend.http import messages_endpoints, responses_endpoints, status_endpoints, tokenizing
+from controller.frontend.http.docs_page import PAGE_HEADERS, docs_page
 from controller.frontend.http.messages_endpoints import CountedTokens
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import JSON, json_answer
 from controller.frontend.http.responses_endpoints import DeletedResponse
 from controller.frontend.http.served_models import ModelEntry
-from controller.frontend.http.status_endpoints import VERSION, ModelList, Version
+from controller.frontend.http.status_endpoints import VERSION, ModelList, ServerLoad, Version
 from controller.frontend.http.tokenizing import Detokenized, Tokenized
 from controller.frontend.openai import request_models as models
 from controller.frontend.openai.messages import models as messages
@@ -31,7 +32,7 @@ from events.proxied_paths import AUDIO, POOLING
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
-EVENTS, TEXT = "text/event-stream", "text/plain"
+EVENTS, TEXT, HTML = "text/event-stream", "text/plain", "text/html"
 MODEL = "{model}"  # stands for the rest of a path, which may be any text
 MODEL_PATH = f"/v1/models/{MODEL}"
 RESPONSE = "{response_id}"
@@ -91,6 +92,12 @@ async def openapi(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.S
     return json_answer(document())
 
 
+async def docs(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
+    """Handle GET /docs."""
+    page = docs_page(msgspec.json.decode(document()))
+    return web.Response(text=page, content_type=HTML, headers=PAGE_HEADERS)
+
+
 ROUTES = (
     Route(
         "POST", "/v1/chat/completions", OpenAiEndpoints.serve, "Create a chat completion.", (models.ChatBody,),
@@ -99,6 +106,11 @@ ROUTES = (
     Route(
         "POST", "/v1/completions", OpenAiEndpoints.serve, "Create a text completion.", (models.CompletionBody,),
         media=(JSON, EVENTS),
+    ),
+    Route(
+        "POST", "/invocations", OpenAiEndpoints.serve,
+        "Create a chat completion from a body with messages, or a text completion from one with a prompt (SageMaker).",
+        (models.ChatBody, models.CompletionBody), media=(JSON, EVENTS),
     ),
     Route(
         "POST", "/v1/messages", OpenAiEndpoints.serve, "Create a message (Anthropic's API).", (messages.MessagesBody,),
@@ -145,6 +157,8 @@ ROUTES = (
         "Set the busy thresholds of a model on all frontends.", (models.BusyThresholdBody,), api=False, admin=True,
     ),
     Route("GET", "/openapi.json", openapi, "Return this document.", api=False),
+    Route("GET", "/docs", docs, "Return this document as a page.", media=(HTML,), api=False),
+    Route("GET", "/load", status_endpoints.load, "Return the number of requests in progress.", answer=ServerLoad, api=False),
     Route("GET", "/version", status_endpoints.version, "Return the version of Holdfast.", answer=Version, api=False),
     Route("GET", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
     Route("POST", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),

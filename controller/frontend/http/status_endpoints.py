@@ -34,6 +34,12 @@ class Version(msgspec.Struct):
     version: str
 
 
+class ServerLoad(msgspec.Struct):
+    """The load of a frontend, in vLLM's form."""
+
+    server_load: int  # completion requests in progress, also queued ones
+
+
 class ModelList(msgspec.Struct):
     """All served models."""
 
@@ -65,6 +71,11 @@ async def model(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Str
 async def version(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
     """Return the version of Holdfast."""
     return json_answer(msgspec.json.encode(Version(VERSION)))
+
+
+async def load(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
+    """Return the number of completion requests in progress at this frontend."""
+    return json_answer(msgspec.json.encode(ServerLoad(endpoints.answering)))
 
 
 async def ping(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Finds responses of the Responses API by their ids, in this frontend or in the one that has created them.
+"""Finds responses of the Responses API by their ids, in this frontend or in another one.
 
     resp_ + frontend (12 hex digits) + random (32 hex digits)
         └── this frontend: its store, or a response in progress
@@ -45,7 +45,7 @@ class StoredResponses:
 
     def __init__(self, director: Director) -> None:
         """Start empty."""
-        self._director = director
+        self._driver, self._now = director.driver, director.now
         self._store = ResponseStore(director.settings.responses, director.metrics.stored_responses)
         self._running: dict[str, Completion] = {}
         self._tag = tag_of(director.name)
@@ -124,7 +124,7 @@ class StoredResponses:
         """Keep a response that has ended, if its request permits."""
         if self._running.pop(options.id, None) is None or not options.store:
             return
-        self._store.add(ended_response(options, completion, error), self._director.now())
+        self._store.add(ended_response(options, completion, error), self._now())
 
     def drop(self, options: ResponseOptions) -> None:
         """Forget a response in progress, because its client has disconnected."""
@@ -183,8 +183,8 @@ class StoredResponses:
         options = completion.format.parsed.response if completion is not None else None
         if completion is not None and options is not None and options.owner == owner:
             if verb == "cancel":
-                self._cancel(options, completion)
-            elif verb == "get":
+                return self._cancelled(options, completion)
+            if verb == "get":
                 return snapshot(options, completion)
         stored = self._store.get(id)
         if stored is None or stored.owner != owner:
@@ -193,13 +193,16 @@ class StoredResponses:
             self._store.remove(id)
         return stored
 
-    def _cancel(self, options: ResponseOptions, completion: Completion) -> None:
-        """End a response in progress, and keep it as cancelled."""
+    def _cancelled(self, options: ResponseOptions, completion: Completion) -> StoredResponse:
+        """End a response in progress, and return it. Keep it, if its request permits."""
         error = ApiError(499, "the response was cancelled", code="cancelled")
         completion.finish(error)
-        self._director.driver.cancel(completion.answers)
+        self._driver.cancel(completion.answers)
         self._running.pop(options.id, None)
-        self._store.add(ended_response(options, completion, error), self._director.now())
+        found = ended_response(options, completion, error)
+        if options.store:
+            self._store.add(found, self._now())
+        return found
 
 
 def tag_of(frontend: str) -> str:

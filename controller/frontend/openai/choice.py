@@ -69,6 +69,8 @@ class Choice(msgspec.Struct, eq=False):
     endpoint: Endpoint | None = None  # the current worker, or the last one
     # why the answer's first worker was chosen; None if the client did not request an explanation
     explained: dict[str, Any] | None = None
+    # false after a continuation on another worker that may have chosen other tokens than the first one
+    exact: bool = True
     finish: str | None = None
     error: ApiError | None = None
 

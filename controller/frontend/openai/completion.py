@@ -1,4 +1,4 @@
-"""A client's request with its answers (one per prompt and choice), and the response built from them."""
+"""A client's request with its tokenized prompts, its answers (one per prompt and choice), and the response."""
 
 import asyncio
 import hashlib
@@ -10,13 +10,16 @@ import msgspec
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.openai.choice import Choice
 from controller.frontend.openai.formats import AnswerFormat, ChatFormat, WholeResponse
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.proxied import ProxiedFormat
 from controller.frontend.openai.request_head import Call
+from controller.frontend.openai.request_models import TEXT_CHARS_MAX
 from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.responses.events import ResponsesFormat
-from controller.frontend.openai.sse import SseStream
+from controller.frontend.openai.sse import INEXACT, SseStream
+from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.state import GenerationRequest
@@ -27,6 +30,7 @@ from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
+TRUNCATED_CHARS_PER_TOKEN = 8  # of the context, in a text of which only the last tokens are used
 FINGERPRINT_CHARS = 10
 FINGERPRINTS_KEPT = 1024
 # maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
@@ -194,6 +198,8 @@ class Completion:
         elif error is not None:
             stream.end(self.format.failed(error, self.answers))
         else:
+            if any(not answer.exact for answer in self.answers):
+                stream.parts.append(INEXACT)
             stream.end(self.format.last(self.answers))
 
     def whole(self) -> WholeResponse:
@@ -244,3 +250,108 @@ def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
     ):
         if wanted and group.text_only:
             raise unsupported(name, "this model's servers return text only")
+
+
+async def read_prompts(
+    parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
+) -> list[tuple[list[int], str]]:
+    """Return each prompt as tokens and as text.
+
+    The text is empty if the client gave token ids or requested truncated prompts. `context` is the model's context
+    length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is invalid, 503 if too much text waits
+    to be tokenized. Raise BadTemplate if the chat template refuses the messages.
+    """
+    sampling, chat = parsed.sampling, parsed.messages is not None
+    for name, named in (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+    ):
+        if named and (highest := max(named)) >= tokens.size:
+            raise invalid(f"{name}: the token {highest} is not below {tokens.size}", name)
+    prompts = [rendered(parsed, tokens.template)] if chat else parsed.prompts or []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if parsed.truncate is None:
+                _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
+            else:
+                _check_truncated(prompt, context, intake)
+    # A request with a cache salt does not share cached text, because its tokenization time would reveal whether the
+    # text was seen before.
+    shared, threads, out = not parsed.cache_salt, intake.long_texts, []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            read = await tokens.encode_soon(prompt, threads, special=not chat, shared=shared)
+            if parsed.truncate is None:
+                out.append((read, prompt))
+            else:
+                out.append((_truncated(read, parsed, context), ""))
+        else:
+            given = prompt if parsed.truncate is None else _truncated(prompt, parsed, context)
+            out.append((_token_ids(given, tokens.size, context), ""))
+    if not all(prompt for prompt, _ in out):
+        name = "prompt" if parsed.truncate is None else "truncate_prompt_tokens"
+        raise invalid(f"{name}: the prompt has no tokens", "messages" if chat and name == "prompt" else name)
+    return out
+
+
+def rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
+    """Return a chat as a prompt, rendered by the model's chat template.
+
+    Raise ApiError (400) if the model has no template. Raise BadTemplate if the template refuses the messages.
+    """
+    if template is None:
+        message = "this model has no chat template; use /v1/completions"
+        raise invalid(message, "messages", "no_chat_template")
+    render = template.render_continued if parsed.continues else template.render
+    return render(parsed.messages or (), **(parsed.template_extra or {}))
+
+
+def _truncated(prompt: list[int], parsed: ParsedRequest, context: int) -> list[int]:
+    """Return the last tokens of a prompt: as many as the client requested.
+
+    If the requested number is negative, return as many as fit into the context together with `max_tokens`.
+    """
+    most = parsed.truncate or 0
+    if most < 0:
+        most = context - (parsed.max_tokens or 1)
+    return prompt[-most:] if most > 0 else []
+
+
+def _check_truncated(text: str, context: int, intake: Intake) -> None:
+    """Raise ApiError (400) if a text is too long to be tokenized as a whole, only to use its last tokens.
+
+    The tail alone could have other tokens, because a token depends on the text before it.
+    """
+    most = max(TEXT_CHARS_MAX, TRUNCATED_CHARS_PER_TOKEN * context)
+    if len(text) > most:
+        intake.bounds.count("text_length")
+        why = f"a text that is truncated may have {most} characters, not {len(text)}"
+        raise invalid(f"truncate_prompt_tokens: {why}", "truncate_prompt_tokens")
+
+
+def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
+    """Raise ApiError (400), which names the field `param`, if a text is certainly too long for the context.
+
+    Such a text is not tokenized, because that would take a second per megabyte.
+    """
+    if len(text) < context:  # the common case: a token has at least one character
+        return
+    least = tokens.tokens_min(text, context - 1)
+    if least >= context:
+        intake.bounds.count("text_length")
+        raise too_long(least, context, param, least=True)
+
+
+def _token_ids(given: list[int], size: int, context: int) -> list[int]:
+    """Return a prompt of token ids unchanged. Raise ApiError (400) if it is not valid.
+
+    A prompt that is too long is refused before its ids are checked, because checking millions would block the event
+    loop.
+    """
+    if len(given) >= context:
+        raise too_long(len(given), context, "prompt")
+    if not all(type(token) is int for token in given):
+        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
+    if not all(0 <= token < size for token in given):
+        raise invalid(f"a token of the prompt is below zero, or not below {size}", "prompt")
+    return given

@@ -3,8 +3,10 @@
 The formats are recognised from the model's chat template and name, unless an operator has set them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
+
+import structlog
 
 from controller.frontend.errors import unsupported
 from controller.frontend.openai.request_parser import ParsedRequest, ToolUse
@@ -23,6 +25,10 @@ from controller.frontend.openai.tools.tool_formats import (
 )
 from events.errors import UsageError
 
+log = structlog.get_logger(__name__)
+
+REPORT_AFTER_S = 60.0
+SHOWN_MAX = 8  # models in a log line
 NONE = "none"  # the setting of a model with text that is content, whatever it looks like
 
 
@@ -34,13 +40,20 @@ class OutputFormats(NamedTuple):
 
 
 class FormatTable:
-    """The formats of all models, each chosen when it is first needed."""
+    """The formats of all models, each chosen when it is first needed.
+
+    The settings may name a model that is served later, so a name without a served model is no error. It is logged once.
+    """
 
     def __init__(self, tools: Mapping[str, str], reasoning: Mapping[str, str]) -> None:
         """Start with the formats that the settings name for some models. Raise UsageError for an unknown format name."""
         _check_names("tool_call_parsers", tools, TOOL_FORMATS)
         _check_names("reasoning_parsers", reasoning, REASONING_FORMATS)
         self._set = tools, reasoning
+        self._report_at: float | None = (
+            None  # when names without a served model are logged; None: not known yet
+        )
+        self._reported = False
         self._known: dict[tuple[str, Tokens], OutputFormats] = {}
 
     def of(self, model: str, tokens: Tokens) -> OutputFormats:
@@ -49,6 +62,28 @@ class FormatTable:
         if found is None:
             found = self._known[model, tokens] = self._choose(model, tokens)
         return found
+
+    def report_unserved(self, served: Collection[str], now: float) -> None:
+        """Log the models in the settings that no worker serves, once, a minute after the first model is served.
+
+        Called every second. `now` is in monotonic seconds.
+        """
+        if self._reported or not served:
+            return
+        if self._report_at is None:
+            self._report_at = now + REPORT_AFTER_S
+        if now < self._report_at:
+            return
+        self._reported = True
+        for setting, formats in zip(("tool_call_parsers", "reasoning_parsers"), self._set, strict=True):
+            for model in sorted(formats.keys() - set(served)):
+                log.warning(
+                    "format_of_unserved_model",
+                    setting=setting,
+                    model=model,
+                    served=sorted(served)[:SHOWN_MAX],
+                    hint="the setting takes a model's own name, as in /v1/models without root; correct or remove the entry",
+                )
 
     def _choose(self, model: str, tokens: Tokens) -> OutputFormats:
         template, (tools, reasoning) = tokens.template.source if tokens.template else "", self._set

@@ -39,9 +39,11 @@ from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
 from events.proxied_paths import AUDIO, POOLING
 
+INVOCATIONS = "invocations"  # a chat or a completion, by the request's body
 ENDPOINTS = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
+    "/invocations": INVOCATIONS,
     "/v1/messages": "messages",
     "/v1/responses": "responses",
     **{path: path.strip("/").replace("/", "_") for path in (*POOLING, *AUDIO)},
@@ -55,7 +57,8 @@ SHOWN_MAX = 8  # unknown fields that are listed, and characters of each name
 NAME_MAX = 40
 ID_BYTES = 16  # random bytes of a generated id, which consists of their hex digits
 SUSPECT = "X-Holdfast-Suspect"
-MODE = "X-Holdfast-Mode"
+MODE = "X-Holdfast-Mode"  # exact or proxied
+EXACT = "X-Holdfast-Exact"
 API_KEY = "x-api-key"
 EXPLAINED_MAX = 8  # number of candidates in a header, because many clients accept at most 8 KB of headers
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -276,15 +279,17 @@ _SHOWN = {name.lower(): name for name in (*_ADMISSION, *_KEYS)}
 def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
     """Return the response headers about the workers of a request's answers.
 
-    The headers name the worker of the first answer. If a worker of these answers is under suspicion,
-    and serves only as the last worker of its model, `X-Holdfast-Suspect` gives the reason. On request, the headers
-    explain why the worker of the first answer was chosen.
+    The headers name the worker of the first answer. If an answer was continued inexactly, `X-Holdfast-Exact` is false. If a
+    worker of these answers is under suspicion, and serves only as the last worker of its model, `X-Holdfast-Suspect` gives
+    the reason. On request, the headers explain why the worker of the first answer was chosen.
     """
     endpoint = answers[0].endpoint if answers else None
     headers = {"X-Holdfast-Worker": _of_worker(endpoint.worker)} if endpoint is not None else {}
     for answer in answers:
         if answer.endpoint is not None and (suspect := answer.endpoint.suspect):
             headers[SUSPECT] = _of_worker(suspect)
+        if not answer.exact:
+            headers[EXACT] = "false"
     if answers and (why := answers[0].explained) is not None:
         every, chosen = why["candidates"], why["chosen"]
         best = every[:EXPLAINED_MAX]

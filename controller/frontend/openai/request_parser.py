@@ -63,10 +63,8 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
 
     api: Api = "chat"
     model: str
-    # the LoRA adapter that the request names instead of a model; `model` is the adapter's model
-    adapter: str = ""
-    # the adapter or alias in the client's request; empty if the request names the model itself
-    called: str = ""
+    adapter: str = ""  # the LoRA adapter that the client has named; `model` is the adapter's model
+    called: str = ""  # the adapter or alias that the client has named; empty if it names the model
     stream: bool
     include_usage: bool  # include the usage in the last event of a stream
     n: int = 1
@@ -104,14 +102,14 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     proxied: ProxiedRequest | None = None
 
     @property
-    def chat(self) -> bool:
-        """Whether this frontend builds the prompt from a conversation."""
-        return self.api not in ("completions", "proxied")
-
-    @property
     def served(self) -> str:
         """The name of the adapter or, without one, of the model: see `EndpointTable`."""
         return self.adapter or self.model
+
+    @property
+    def chat(self) -> bool:
+        """Whether this frontend builds the prompt from a conversation."""
+        return self.api not in ("completions", "proxied")
 
     @property
     def detailed(self) -> bool:

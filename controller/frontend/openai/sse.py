@@ -30,6 +30,7 @@ from controller.frontend.settings import StreamSettings
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 KEEP_ALIVE = b": waiting for a worker\n\n"
+INEXACT = b": holdfast exact=false, this answer may differ from that of a single healthy worker\n\n"
 NO_TOKEN_YET = b": waiting for the first token\n\n"
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

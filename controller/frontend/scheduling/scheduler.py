@@ -364,10 +364,9 @@ class Scheduler:
         return self.table.serving(served)
 
     def _group_for(self, plan: GenerationRequest) -> EndpointGroup | None:
-        """Return the workers that a request may be sent to, or None if there are none.
+        """Return the workers with a request's model, lineage and adapter, or None if there are none.
 
-        They have the request's model, lineage (model revision and tokenizer) and adapter. An adapter's name can pass to
-        another model while the request runs.
+        An adapter's name can pass to another model while the request runs.
         """
         group = self.table.group(plan.served, plan.lineage)
         return group if group is None or group.endpoints[0].model == plan.model else None
@@ -436,10 +435,7 @@ class Scheduler:
             return self._filter(plan, Headroom.NONE).left()
 
     def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0, adapter: str = "") -> None:
-        """Raise NoWorker if this endpoint could not serve a request of this lineage with a length of `tokens`.
-
-        A lineage is a model revision and a tokenizer. `adapter` is the request's LoRA adapter, or empty.
-        """
+        """Raise NoWorker if this endpoint could not serve a request of this lineage, length and adapter."""
         self._refresh()
         fits = endpoint.lineage == lineage and endpoint.has(adapter)
         Filter([endpoint] if fits else [], self._rules, tokens=tokens).left()

@@ -194,13 +194,12 @@ async def test_prompt_logprobs_with_an_echo_and_its_own_number_of_logprobs() -> 
 
 
 async def test_prompt_logprobs_are_refused_in_a_stream_and_beyond_their_bound() -> None:
+    most = ECHOED_LOGPROBS_MAX // 21
+    streamed: dict[str, Any] = {"prompt": PROMPT, "stream": True, "prompt_logprobs": 0}
+    too_many: dict[str, Any] = {"prompt": [300] * (most + 1), "prompt_logprobs": 20}
     async with simulated() as kit:
-        most = ECHOED_LOGPROBS_MAX // 21
-        for more in (
-            {"stream": True, "prompt_logprobs": 0},
-            {"prompt": [300] * (most + 1), "prompt_logprobs": 20},
-        ):
-            code, param, _ = await refused(kit, **{"prompt": PROMPT, **more})
+        for ask in (streamed, too_many):
+            code, param, _ = await refused(kit, **ask)
             assert (code, param) == ("invalid_value", "prompt_logprobs")
 
 

@@ -159,7 +159,7 @@ async def test_an_agent_on_the_simulated_engine_calls_a_tool_and_then_answers() 
 
 async def test_the_simulated_engine_calls_no_tool_with_tool_choice_none() -> None:
     async with simulated() as kit:
-        ask = {"model": "m", "messages": ASKED, "max_tokens": 9, "temperature": 0}
+        ask: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 9, "temperature": 0}
         _, plain, _ = await kit.post("/v1/chat/completions", **ask)
         _, body, _ = await kit.post("/v1/chat/completions", **ask, tools=[TOOL], tool_choice="none")
     message = body["choices"][0]["message"]

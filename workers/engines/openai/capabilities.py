@@ -136,7 +136,7 @@ def also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
 def adapters_of(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
     """Return the LoRA adapters of the model `about`, sorted. `every` is the server's list of models.
 
-    The adapters are the list's entries whose `parent` is a name of the model (vLLM, SGLang).
+    The adapters are the list's entries with a name of the model as `parent` (vLLM, SGLang).
     """
     names = {about["id"], *also_served(every, about)}
     return _bounded_names({str(one["id"]) for one in every if one.get("parent") in names} - names)

@@ -13,7 +13,7 @@ import msgspec
 
 from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.openai.messages import models
-from controller.frontend.openai.request_models import Json
+from controller.frontend.openai.request_models import PARTS_MAX, Json
 from controller.frontend.openai.request_parser import ParsedRequest, parse_any_chat, refuse, validated
 
 ChatMessage = dict[str, Any]
@@ -89,11 +89,7 @@ def _messages(body: models.CountTokensBody) -> list[ChatMessage]:
         where = f"messages.{place}.content"
         convert = _assistant if message.role == "assistant" else _user
         for converted in convert(message.role, _blocks(message.content), where):
-            if (
-                found
-                and found[-1].keys() == converted.keys() == PLAIN
-                and found[-1]["role"] == converted["role"]
-            ):
+            if found and _continues(found[-1], converted):
                 found[-1]["content"] += converted["content"]
             else:
                 found.append(converted)
@@ -102,6 +98,12 @@ def _messages(body: models.CountTokensBody) -> list[ChatMessage]:
         if one["role"] == "assistant" or len(texts) == 1:  # templates without parts expect a text
             one["content"] = "".join(texts)
     return found
+
+
+def _continues(last: ChatMessage, next: ChatMessage) -> bool:
+    """Return whether two messages become one: both have the same role, and nothing but few enough texts."""
+    plain = last.keys() == next.keys() == PLAIN and last["role"] == next["role"]
+    return plain and len(last["content"]) + len(next["content"]) <= PARTS_MAX
 
 
 def _blocks(content: str | Sequence[models.ContentBlock]) -> Sequence[models.ContentBlock]:

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: the models of its bodies, their conversion to chats, its answers and stored responses."""
+"""OpenAI's Responses API: bodies and their conversion to chats, answers, stored responses."""

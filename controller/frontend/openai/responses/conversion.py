@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from controller.frontend.errors import invalid, quoted, unsupported
-from controller.frontend.openai.request_models import MESSAGES_MAX, Json
+from controller.frontend.openai.request_models import Json
 from controller.frontend.openai.request_parser import (
     ParsedRequest,
     ResponseOptions,
@@ -85,10 +85,6 @@ def _turns(body: models.ResponsesBody) -> list[Turn]:
         turns.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*turns, {"role": "user", "content": body.input}]
-    if not body.input:
-        raise invalid("input must not be empty", "input")
-    if len(body.input) > MESSAGES_MAX:
-        raise invalid(f"input: at most {MESSAGES_MAX} items", "input")
     return turns + [turn_of(item, f"input.{place}") for place, item in enumerate(body.input)]
 
 

@@ -77,7 +77,7 @@ class ResponsesBody(Lenient):
     """POST /v1/responses."""
 
     model: str = option("a name listed by /v1/models; optional if only one model is served", "")
-    input: Annotated[str | list[InputItem], Field(max_length=2**26)] = Field(
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MESSAGES_MAX)] = Field(
         description=f"a text, or at most {MESSAGES_MAX:,} items: message, function_call, function_call_output, reasoning, "
         "item_reference"
     )

@@ -5,7 +5,18 @@ import json
 from typing import Any
 
 import pytest
-from answering import ARGUMENTS, ASKED, CALL, HERMES, REASONER, SCHEMA, THINKING, answering, named_events
+from answering import (
+    ARGUMENTS,
+    ASKED,
+    CALL,
+    HERMES,
+    REASONER,
+    SCHEMA,
+    THINKING,
+    TextWorker,
+    answering,
+    named_events,
+)
 from frontend_kit import TOKENS, Kit, frontend
 from scripted_worker import Act, ScriptedWorker
 from simulated_frontend import simulated
@@ -92,6 +103,14 @@ async def test_plain_text_is_one_block() -> None:
         assert message == await streamed(kit)
     assert message["content"] == [{"type": "text", "text": "It is sunny."}]
     assert message["stop_reason"] == "end_turn"
+
+
+async def test_an_engine_that_returns_text_gives_the_same_message() -> None:
+    text = "<think>Hm.</think>It is sunny."
+    async with answering(text, kind=TextWorker, reasoning_parsers=REASONER) as (kit, _):
+        message = await whole(kit)
+        assert message == await streamed(kit)
+    assert [block.get("text") or block["thinking"] for block in message["content"]] == ["Hm.", "It is sunny."]
 
 
 async def test_an_empty_answer_has_no_blocks() -> None:
@@ -224,6 +243,15 @@ async def test_tokens_are_counted_as_the_message_counts_them() -> None:
         status, counted, _ = await kit.post(f"{PATH}/count_tokens", model="m", messages=ASKED, **asked)
         message = await whole(kit, **asked)
     assert status == 200 and counted == {"input_tokens": message["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+async def test_a_query_in_the_path_changes_nothing(path: str) -> None:
+    """Claude Code sends `?beta=true`, also in requests that are not valid."""
+    async with answering("Yes.") as (kit, _):
+        assert (await kit.post(f"{path}?beta=true", **BODY))[0] == 200
+        _, error, headers = await kit.post(f"{path}?beta=true", **BODY | {"model": "other"})
+        assert error["type"] == "error" and headers["request-id"] == error["request_id"]
 
 
 async def test_cached_tokens_are_counted_apart() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from answering import ARGUMENTS, CALL, HERMES, REASONER, SCHEMA, THINKING, answering, named_events
+from answering import ARGUMENTS, CALL, HERMES, REASONER, SCHEMA, THINKING, TextWorker, answering, named_events
 from frontend_kit import TOKENS, Kit, frontend
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -141,6 +141,15 @@ async def test_an_answer_that_was_cut_off_is_incomplete() -> None:
     assert timeless(events[-1]["response"]) == timeless(response)
     assert response["status"] == response["output"][0]["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+async def test_an_engine_that_returns_text_gives_the_same_response() -> None:
+    text = "<think>Hm.</think>It is sunny."
+    async with answering(text, kind=TextWorker, reasoning_parsers=REASONER) as (kit, _):
+        response = await whole(kit)
+        events = await streamed(kit)
+    assert timeless(events[-1]["response"]) == timeless(response)
+    assert [item["content"][0]["text"] for item in output_of(events)] == ["Hm.", "It is sunny."]
 
 
 async def test_an_empty_answer_has_no_output() -> None:

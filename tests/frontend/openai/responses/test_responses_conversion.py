@@ -169,7 +169,8 @@ def test_unknown_fields_are_reported() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"input": []}, "input", "must not be empty"),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": [message("user", "x")] * 10_001}, "input", "at most 10000 items"),
         ({"input": None}, "input", "valid"),
         ({"input": [{"content": "x"}]}, "input.0", "needs a role"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "'developer'"),

@@ -141,9 +141,9 @@ async def test_a_response_that_does_not_exist_cannot_be_continued() -> None:
 
 
 @asynccontextmanager
-async def running(kit: Kit, stream: bool = True) -> AsyncIterator[tuple[Any, str]]:
+async def running(kit: Kit, **body: Any) -> AsyncIterator[tuple[Any, str]]:
     """Yield a response in progress after its first events, and its id."""
-    async with kit.http.post(kit.url + PATH, json=BODY | {"stream": stream}) as response:
+    async with kit.http.post(kit.url + PATH, json=BODY | {"stream": True} | body) as response:
         data = await response.content.readuntil(b"\n\n")
         yield response, msgspec.json.decode(data.split(b"data: ")[1])["response"]["id"]
 
@@ -162,6 +162,14 @@ async def test_a_response_in_progress_is_shown_and_can_be_cancelled() -> None:
         await until(lambda: not worker.active)
         assert await asked(kit, "GET", id) == (200, cancelled)
         assert await asked(kit, "POST", f"{id}/cancel") == (200, cancelled), "cancelled once"
+
+
+async def test_a_cancelled_response_is_not_kept_against_its_request() -> None:
+    worker = ScriptedWorker(always=Act(after=2, how="quiet"))
+    async with frontend(worker) as kit, running(kit, store=False) as (_, id):
+        status, cancelled = await asked(kit, "POST", f"{id}/cancel")
+        assert (status, cancelled["status"]) == (200, "cancelled")
+        assert (await asked(kit, "GET", id))[0] == 404
 
 
 async def test_a_response_that_has_ended_is_not_cancelled() -> None:

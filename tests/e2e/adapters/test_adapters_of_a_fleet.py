@@ -1,4 +1,4 @@
-"""LoRA adapters of a fleet in front of three servers: loaded, unloaded, and lost with their server in the middle of a stream."""
+"""LoRA adapters of a fleet in front of three servers: loaded, unloaded, and lost in a stream."""
 
 import asyncio
 import shutil
@@ -94,7 +94,7 @@ async def loaded(world: World, names: set[str]) -> bool:
     return await world.served() == names
 
 
-async def test_a_stream_whose_server_dies_continues_only_with_its_adapter(world: World) -> None:
+async def test_a_stream_that_loses_its_server_continues_only_with_its_adapter(world: World) -> None:
     first, other, plain = world.servers
     expected = await text(world, "sql")
     other.adapters = ("sql",)
