@@ -45,6 +45,7 @@ BENCHMARKS = {
     "chaos": "benchmarks.failures.chaos",
     "walk": "benchmarks.failures.walk",
     "many": "benchmarks.serving.many",
+    "upstreams": "benchmarks.serving.upstreams",
     "console": "benchmarks.serving.console",
     "scrape": "benchmarks.serving.scrape",
     "watched": "benchmarks.serving.watched",

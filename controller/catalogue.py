@@ -17,6 +17,7 @@ from events.subjects import DECIDED, OBSERVED
 
 EMITTERS: Mapping[str, str] = {
     "worker_joined": "the worker, once per instance",
+    "adapters_changed": "the worker, when its server loads or unloads an adapter, at most every ten seconds",
     "worker_awaited": "the worker, before it joins: once per reason, and every two minutes",
     "worker_left": "the worker on exit; the supervisor if the worker was killed",
     "worker_silent": "the leading controller's liveness watch, once per silence",

@@ -1,7 +1,7 @@
 """Defines the broker permissions of each role: the subjects to which it may publish and subscribe.
 
     worker       publishes its own facts, heartbeats, KV events and replies; subscribes to requests by its name
-    frontend     publishes facts about requests, and prompts to workers; subscribes to workers and other frontends
+    frontend     publishes facts about requests, prompts to workers, and stored responses to other frontends; subscribes to both
     controller   publishes decisions, its observations, requests to workers, and replies to operators
     supervisor   publishes which worker has ended and what the broker has refused (`holdfast up`); sets the stream's bounds
     projector    reads only
@@ -37,6 +37,7 @@ PUBLISHES: Mapping[str, tuple[type[Observation], ...]] = {
     "worker": (
         seen.WorkerAwaited,
         seen.WorkerJoined,
+        seen.AdaptersChanged,
         seen.WorkerLeft,
         seen.ShutdownBegan,
         seen.DrainFinished,
@@ -112,6 +113,7 @@ _BURIES = (_DEAD % "CREATE", f"{DEAD}.*")
 _EXHUMES = (_DEAD % "MSG.GET", _DEAD % "MSG.DELETE")
 _LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
 _KNOWN = f"{subjects.KNOWN}.%s.*"  # announcements of the processes of a role
+_STORED = f"{subjects.RESPONSES}.*"  # requests among frontends for stored responses
 _PLANES = f"{subjects.PLANE}.*.*.*"  # the channels of the request plane
 _KINDS = "live.kinds.*"  # the kinds in force, as the leading controller sends them
 
@@ -154,7 +156,8 @@ def _role(name: str, *, intake: bool) -> BrokerUser:
             hears = (*hears, subjects.SAY_ALL) if intake else hears
         case "frontend":
             says = (*_READS, *facts, subjects.LINKS, subjects.KV_SLOTS, "kv.ask.*.*", _PLANES)
-            hears = (answers, subjects.LINKS, subjects.KV_EVENTS, subjects.KV_SLOTS)
+            says = (*says, _STORED, f"_INBOX.{name}.>")  # with the replies to other frontends
+            hears = (answers, subjects.LINKS, subjects.KV_EVENTS, subjects.KV_SLOTS, _STORED)
         case "supervisor":
             says = (*_READS, *_MAKES, *_BOUNDS, *facts)
         case "operator":

@@ -22,6 +22,7 @@ KV_EVENTS = "kv.events.*"
 KV_SLOTS = "kv.slots"
 PLANE = "plane"
 PLANE_SCHEME = "nats"
+RESPONSES = "responses"  # prefix of requests among frontends for stored responses
 ANSWER = "answer"  # prefix of workers' replies; a worker may publish only below ANSWER and its own name
 # name of a separate bounded stream of events that could not be delivered to a webhook
 DEAD_STREAM = "DEAD_LETTERS"
@@ -99,6 +100,11 @@ def plane_of(url: str) -> str | None:
     parts = subject.split(".")
     good = len(parts) == 3 and parts[0] == PLANE and all(part == token(part) for part in parts)
     return subject if good and subject != url else None
+
+
+def responses(tag: str) -> str:
+    """Return the subject of requests for the stored responses of one frontend. `tag` stands for the frontend's name."""
+    return f"{RESPONSES}.{token(tag)}"
 
 
 def addressed_worker(subject: str) -> str | None:

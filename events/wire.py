@@ -59,6 +59,26 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     bad_word_tokens: list[list[int]] = []
 
 
+class ProxiedRequest(msgspec.Struct, array_like=True, frozen=True):
+    """A client's HTTP request, which a worker passes on to the server behind it."""
+
+    path: str  # such as /v1/embeddings
+    body: bytes
+    media: str = "application/json"  # media type of the body, with its parameters
+    streamed: bool = False  # whether the client requested a stream of server-sent events
+
+
+class ProxiedPiece(msgspec.Struct, array_like=True):
+    """A piece of a server's HTTP response to a ProxiedRequest. The first piece of a response has its status and media type.
+
+    In a stream of server-sent events, a piece contains whole events.
+    """
+
+    body: bytes
+    status: int = 0  # 0: not the first piece
+    media: str = ""
+
+
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     """The first frame of a connection, sent by the frontend or prober that opens it."""
 
@@ -96,6 +116,9 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     priority: int = 0  # from the request's tier; the waiting request with the lowest value is scheduled first
     # the client's own constraint, for servers that take no grammar; only with an answer's first tokens
     guided_fallback: Json | None = None
+    # An HTTP request to pass on instead of `tokens`, which are empty. `prompt_tokens` is then an estimate.
+    proxied: ProxiedRequest | None = None
+    adapter: str = ""  # name of the LoRA adapter to use; empty: the model without an adapter
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
@@ -185,6 +208,7 @@ class Chunk(msgspec.Struct, array_like=True):
     logprobs: list[Logprob] | None = None
     text: str | None = None  # output of engines that return text and no tokens
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first chunk
+    proxied: ProxiedPiece | None = None  # of the response to a proxied request, which has no tokens
 
 
 def finish_reason(given: object) -> str:
@@ -202,11 +226,18 @@ def join(earlier: Chunk, later: Chunk) -> bool:
     """Append a later chunk of a stream to an earlier one, and return True.
 
     Return False without a change if a single chunk cannot carry the output of both. There are three such cases: the earlier
-    chunk ends the stream, one chunk has text and the other has tokens, or logprobs would no longer match their tokens.
+    chunk ends the stream, the chunks have output of different kinds (tokens, text, a proxied response), or logprobs would no
+    longer match their tokens.
     """
     if earlier.finish is not None or earlier.error is not None:
         return False
-    details = later.logprobs or later.text is not None or earlier.text is not None
+    details = (
+        later.logprobs
+        or later.text is not None
+        or earlier.text is not None
+        or later.proxied is not None
+        or earlier.proxied is not None
+    )
     if details and not _join_details(earlier, later):
         return False
     earlier.tokens.extend(later.tokens)
@@ -221,7 +252,13 @@ def join(earlier: Chunk, later: Chunk) -> bool:
 
 
 def _join_details(earlier: Chunk, later: Chunk) -> bool:
-    """Append the logprobs and the text of the later chunk. Return False without a change if the two do not fit into one."""
+    """Append logprobs, text and proxied response of the later chunk. Return False without a change if the two do not fit into
+    one."""
+    if later.proxied is not None and earlier.proxied is not None:
+        earlier.proxied.body += later.proxied.body
+        return True
+    if (later.proxied or earlier.proxied) is not None and (_has_output(earlier) and _has_output(later)):
+        return False
     if (later.tokens and earlier.text is not None) or (earlier.tokens and later.text is not None):
         return False
     if later.logprobs:
@@ -232,6 +269,10 @@ def _join_details(earlier: Chunk, later: Chunk) -> bool:
     if later.text is not None:
         earlier.text = (earlier.text or "") + later.text
     return True
+
+
+def _has_output(chunk: Chunk) -> bool:
+    return bool(chunk.tokens) or chunk.text is not None or chunk.proxied is not None
 
 
 ERRORS = (
@@ -273,6 +314,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     canaries: int = 0  # number of canaries among the running and waiting requests; they use no capacity of users' requests
     batch: int = 0  # current limit of running requests of an adaptive worker; 0: the registered limit
     closed_s: float = 0.0  # seconds in which users' requests are not accepted: the Retry-After of the server behind the worker
+    weight: float = (
+        1.0  # share of requests that the worker shall get (0 to 1), compared with a worker of weight 1
+    )
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):

@@ -16,6 +16,7 @@ from workers.config.settings_check import load_settings, with_broker_user
 from workers.config.simulated_settings import FLAGS
 from workers.exits import BROKE, FAILED, USAGE
 
+RESOLVER_THREADS = "64"
 GC_THRESHOLDS = (20_000, 20, 50)  # objects: startup creates many objects and almost no garbage
 
 
@@ -67,6 +68,9 @@ def exit_code(run: Callable[[], int]) -> int:
 def _run(flags: Mapping[str, object]) -> int:
     gc.set_threshold(*GC_THRESHOLDS)
     settings = with_broker_user(load_settings(flags))
+    if settings.upstreams is not None:
+        # libuv's threads resolve host names; a name that does not resolve keeps one busy for seconds
+        os.environ.setdefault("UV_THREADPOOL_SIZE", RESOLVER_THREADS)
     # optional imports of structlog (rich, greenlet) and nats-py (aiohttp)
     with without("rich", "greenlet", "aiohttp"):
         import uvloop

@@ -415,7 +415,9 @@ def _owed(connection: FrontendConnection) -> float:
 
 
 def _begins_or_ends(chunk: Chunk) -> bool:
-    return chunk.finish is not None or chunk.error is not None or chunk.cached_tokens is not None
+    if chunk.finish is not None or chunk.error is not None or chunk.cached_tokens is not None:
+        return True
+    return chunk.proxied is not None and chunk.proxied.status != 0
 
 
 def _bytes(chunk: Chunk) -> int:
@@ -425,6 +427,8 @@ def _bytes(chunk: Chunk) -> int:
         size += sum(LOGPROB_BYTES * (1 + len(logprob.top)) for logprob in chunk.logprobs)
     if chunk.text:
         size += 4 * len(chunk.text)
+    if chunk.proxied is not None:
+        size += len(chunk.proxied.body)
     return size + (len(chunk.error) * 4 if chunk.error else 0)
 
 
@@ -449,7 +453,7 @@ class RequestOrigin(NamedTuple):
     def of(cls, request: Generate) -> "RequestOrigin":
         """Return the properties of `request` that are still needed after its submission to the engine."""
         prompt = request.prompt_tokens
-        return cls(request.request, prompt, len(request.tokens) - prompt, request.sampling)
+        return cls(request.request, prompt, max(0, len(request.tokens) - prompt), request.sampling)
 
 
 @dataclass(slots=True)
@@ -466,6 +470,9 @@ class Stream:
     held: list[tuple[int, Chunk]] | None = None
     decodes: bool = False  # whether the stream has output, so that its prefill is over
     leaving: bool = False  # whether the stream is moving to another worker with its KV cache
+    proxied: bool = (
+        False  # whether the stream passes on a server's response, which no other worker can continue
+    )
 
 
 class StreamTable:

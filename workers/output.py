@@ -158,7 +158,7 @@ class StreamOutput:
             connection = stream.connection
             connection.batch.append(chunk)
             tokens += len(chunk.tokens)
-            if not stream.decodes and (chunk.tokens or chunk.text):
+            if not stream.decodes and (chunk.tokens or chunk.text or chunk.proxied is not None):
                 self.streams.first_output(stream)
                 prefilled = True
             if chunk.finish is not None or chunk.error is not None:
@@ -261,7 +261,7 @@ class StreamOutput:
         """End users' streams with `error`: each decoding stream now, and each other stream as soon as its prefill is over.
 
         The error makes the frontend continue the stream on another worker. Streams that are moving to another worker with their
-        KV cache are left alone.
+        KV cache are left alone, and so are proxied streams, which no other worker can continue.
         """
         self._sending_on = error
         self._send_on()
@@ -277,7 +277,13 @@ class StreamOutput:
 
     def _send_on(self) -> None:
         for key, stream in list(self.streams.by_key.items()):
-            if not stream.decodes or stream.canary or stream.held is not None or stream.leaving:
+            if (
+                not stream.decodes
+                or stream.canary
+                or stream.held is not None
+                or stream.leaving
+                or stream.proxied
+            ):
                 continue
             self.engine.cancel(key)
             connection = stream.connection

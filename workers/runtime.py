@@ -13,64 +13,39 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from events.codec import new_id
 from events.errors import HoldfastError
 from events.fleet_key import FleetKey
-from events.journal.discarding import DiscardingJournal
+from events.journal.counters import ObservedJournal
 from events.journal.nats import NatsJournal
-from events.journal.port import JournalReports
-from events.nats import urls
-from events.nats.bus import NatsBus
-from events.nats.channels import Channels
 from events.process import descriptors, presence
-from events.versions import Known
 from workers import keeper
+from workers.assembly import kv_publisher, worker_configs
 from workers.config.settings import WorkerConfig, WorkerSettings
 from workers.control.commands import Devices
 from workers.engines.build import build_engine
 from workers.exits import FAILED, LINGER_S, RENEWED, exit_within
-from workers.kv_events.publisher import KvPublisher
+from workers.fleet_links import FleetLinks, connect_fleet
 from workers.shutdown import Stop, broken, budget_s
+from workers.upstreams.group import UpstreamGroup
+from workers.upstreams.life import LifeFactory
+from workers.upstreams.watched_file import UpstreamsFile
 from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failure
 from workers.worker_group import Many
 
 DESCRIPTORS_EACH = 4  # per worker: a port, the controller's connection, and the connections of two frontends
 DESCRIPTORS_SPARE = 64
-BROKER_S = 0.5  # how long startup waits for the broker before continuing without it
-FLUSH_S = 0.5
-CLOSE_S = 1.5
 START_SPARE_S = 60.0  # beyond the engine's own deadline, because the engine's error carries the reason
 SERVING_S = 0.5  # how long to wait for one worker before checking again which ones are not serving yet
-NO_FLEET = "no fleet runs on this data directory and no broker is configured: only frontends that have its address can find it"
 KEEPER_S = 2.0  # how often the keeper is checked
 _PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass
-class FleetLinks:
-    """The process's connections to the fleet: the journal, and the bus if a broker is configured."""
-
-    journal: JournalReports
-    bus: NatsBus | None
-    channels: Channels | None = None  # channels of the request plane, if it runs through the broker
-
-    async def close(self) -> None:
-        """Flush the journal and close all connections. Facts that the broker does not accept in 0.5 s stay in the spool."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self.journal.flush(FLUSH_S)
-                for link in (self.channels, self.bus):
-                    if link is not None:
-                        await link.close()
-                await self.journal.close()
 
 
 class Alone:
@@ -113,7 +88,7 @@ class Alone:
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
-Workers = Alone | Many
+Workers = Alone | Many | UpstreamGroup
 
 
 async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) -> int:
@@ -123,26 +98,55 @@ async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) ->
     """
     if settings.die_with_parent:
         _die_with_parent()
-    if settings.count > 1:
+    if settings.upstreams is not None:
+        descriptors.allow()
+    elif settings.count > 1:
         descriptors.allow(settings.count * DESCRIPTORS_EACH + DESCRIPTORS_SPARE)
     stop = Stop(settings.second_signal)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.signalled)
     instance = settings.instance or new_id()
-    links = await _connect(settings, instance)
+    if settings.upstreams is not None:
+        return await _run_upstreams(settings, settings.upstreams, instance, stop, keeper_pid)
+    links = await connect_fleet(settings, instance)
     try:
         if settings.watch_only:
             return await _watch(settings, links, stop)
         await asyncio.to_thread(_sweep)
         workers = _workers(settings, instance, links, stop)
         asyncio.get_running_loop().set_exception_handler(lambda _, context: end_after(context, workers))
-        code = await _serve(settings, workers, keeper_pid, links.journal)
+        journal = links.journal if isinstance(links.journal, NatsJournal) else None
+        code = await _serve(settings, workers, keeper_pid, journal)
     finally:
         await links.close()
+    return _end(code)
+
+
+def _end(code: int) -> int:
     if code == 0:
         log.info("DistributedRuntime shutdown complete")
     exit_within(LINGER_S, code)
     return code
+
+
+async def _run_upstreams(
+    settings: WorkerSettings, file: Path, instance: str, stop: Stop, keeper_pid: int | None
+) -> int:
+    """Run one worker for each upstream that `file` lists, until a signal arrives, and return the exit code."""
+    await asyncio.to_thread(_sweep)
+    watched = UpstreamsFile(file, settings.data / "upstreams" / f"{settings.name}.yaml")
+    grace_s = budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop)
+    build = LifeFactory(settings, _fleet_key(settings)).build
+    group = UpstreamGroup(watched, build, stop, instance, grace_s, settings.name_check_s)
+    loop, reloads = asyncio.get_running_loop(), set[asyncio.Future[str]]()
+    loop.set_exception_handler(lambda _, context: end_after(context, group))
+    # the set keeps the tasks from being collected while they run
+    loop.add_signal_handler(signal.SIGHUP, lambda: reloads.add(asyncio.ensure_future(group.reload())))
+    return _end(await _serve(settings, group, keeper_pid, group.journals if settings.nats_url else None))
+
+
+def _fleet_key(settings: WorkerSettings) -> FleetKey | None:
+    return FleetKey.read(Path(settings.fleet_key_file)) if settings.fleet_key_file else None
 
 
 def _sweep() -> None:
@@ -165,14 +169,13 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
     """Return the runner of the process's workers: `Alone` for one worker, `Many` for more."""
 
     def make(config: WorkerConfig) -> InferenceWorker:
-        devices, kv = _devices(settings, config.name), _publisher(settings, config, links.bus)
+        devices, kv = _devices(settings, config.name), kv_publisher(settings, config, links.bus)
         deadlines = WorkerDeadlines(start_s=settings.ready_timeout + START_SPARE_S)
         return InferenceWorker(
             config, build_engine(settings), links.journal, links.bus, devices, links.channels, kv, deadlines
         )
 
-    key = FleetKey.read(Path(settings.fleet_key_file)) if settings.fleet_key_file else None
-    configs = _configs(settings, instance, key)
+    configs = worker_configs(settings, instance, _fleet_key(settings))
     if len(configs) == 1:
         return Alone(make(configs[0]), stop, make)
     return Many(configs, make, links.journal, stop, settings.stagger_delay)
@@ -207,67 +210,15 @@ def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
     return DeviceWatch(parse(settings.gpus), memory=Memory(settings.data, worker))
 
 
-def _publisher(settings: WorkerSettings, config: WorkerConfig, bus: NatsBus | None) -> KvPublisher | None:
-    """Return the publisher of a worker's KV events; None without a broker or if KV events are disabled."""
-    if bus is None or not settings.kv_events:
-        return None
-    return KvPublisher(config.name, config.instance, bus.connection)
-
-
-def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> list[WorkerConfig]:
-    shared = WorkerConfig(
-        **asdict(settings),
-        account=urls.user(settings.nats_url),
-        shares_process=settings.count > 1,
-        computes_on_gpus=settings.engine != "openai",
-        key=key,
-    )
-    grace_s = budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop)
-    return [
-        replace(
-            shared,
-            name=name,
-            instance=instance if settings.count == 1 else f"{instance}-{number}",
-            port=settings.port + number if settings.port else 0,
-            grace_s=grace_s,
-        )
-        for number, name in enumerate(settings.names)
-    ]
-
-
-async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
-    role = "watch" if settings.watch_only else "worker"
-    source = f"{role}:{settings.name}:{instance}"
-    if not settings.nats_url:
-        log.warning("worker_without_fleet", worker=settings.name, data=str(settings.data), why=NO_FLEET)
-        return FleetLinks(DiscardingJournal(), None)
-    spool = settings.data / "spool" / f"{role}-{settings.name}"
-    journal, bus = await asyncio.gather(
-        NatsJournal.connect(
-            settings.nats_url,
-            f"{role}:{settings.name}",
-            spool,
-            wait_s=BROKER_S,
-            make=False,
-            known=Known.ours(),
-            workers=settings.names,
-        ),
-        NatsBus.connect(settings.nats_url, source, wait_s=BROKER_S, echo=False),
-    )
-    channels = None
-    if settings.request_plane == "nats":
-        channels = await Channels.open(settings.nats_url, f"plane:{source}", wait_s=BROKER_S)
-    return FleetLinks(journal, bus, channels)
-
-
 async def _serve(
-    settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: JournalReports
+    settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: ObservedJournal | None
 ) -> int:
-    """Run the workers, the process's admin port and the checks of the keeper; return the process's exit code."""
-    # None for a journal of this process alone
-    fleet_journal = journal if isinstance(journal, NatsJournal) else None
+    """Run the workers, the process's admin port and the checks of the keeper; return the process's exit code.
+
+    `journal` is None if the process belongs to no fleet.
+    """
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(_serve_admin(settings, workers, fleet_journal))]
+        beside = [group.create_task(_serve_admin(settings, workers, journal))]
         if keeper_pid is not None:
             beside.append(group.create_task(_watch_keeper(keeper_pid)))
         code = await workers.run()
@@ -286,9 +237,13 @@ async def _watch_keeper(keeper_pid: int) -> None:
     log.warning("keeper_ended", pid=keeper_pid)
 
 
-async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal: NatsJournal | None) -> None:
-    """Once all workers serve, open the admin port and announce this process in the data directory."""
-    while waiting := [worker for worker in process.workers if not worker.serving.is_set()]:
+async def _serve_admin(settings: WorkerSettings, process: Workers, journal: ObservedJournal | None) -> None:
+    """Once all workers serve, open the admin port and announce this process in the data directory.
+
+    A process with a file of upstreams does so at once, because some of its upstreams may never serve.
+    """
+    upstreams = process if isinstance(process, UpstreamGroup) else None
+    while upstreams is None and (waiting := [one for one in process.workers if not one.serving.is_set()]):
         # a worker of `Many` may have ended and been replaced by a new object
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SERVING_S):
@@ -300,8 +255,9 @@ async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal
         admin = await asyncio.to_thread(importlib.import_module, "workers.admin.server")
         try:
             pages, url = await admin.serve(
-                process.workers, process.stopping, settings.host, settings.admin_port, journal=fleet_journal
-            )
+                process.workers, process.stopping, settings.host, settings.admin_port, journal=journal,
+                upstreams=None if upstreams is None else upstreams.report,
+            )  # fmt: skip
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
     announced: Path | None = None

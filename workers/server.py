@@ -241,7 +241,9 @@ class WorkerServer:
         key, now = next(self._keys), asyncio.get_running_loop().time()
         connection.used_at = now
         origin, turn = RequestOrigin.of(request), self.moves.trust.turns
-        self.streams.begin(key, Stream(connection, request.stream, request.canary, now, origin, turn))
+        stream = Stream(connection, request.stream, request.canary, now, origin, turn)
+        stream.proxied = request.proxied is not None
+        self.streams.begin(key, stream)
         self.counters.requests += not request.canary
         self.engine.submit(key, request)
 

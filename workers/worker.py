@@ -29,7 +29,14 @@ from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
 from workers.config.settings import WorkerConfig
 from workers.control.commands import Devices, RehearsedFaults, WorkerCommands
-from workers.control.membership import FleetBeats, NameCheck, NameTaken, WaitReport, registration
+from workers.control.membership import (
+    AdapterReport,
+    FleetBeats,
+    NameCheck,
+    NameTaken,
+    WaitReport,
+    registration,
+)
 from workers.engines.engine import Engine, EngineChanged, EngineDead, discard_events
 from workers.exits import BROKE, FAILED, KILLED, RENEWED
 from workers.frontends import FrontendLimits
@@ -181,12 +188,14 @@ class InferenceWorker:
             config, engine, self.server, journal, bus, self.beats, self._ending, self.faults
         )
         self.serving = asyncio.Event()  # set while the worker accepts frontends
+        self.failure = ""  # why this worker has ended; empty: it has not failed
         self._journal = journal
         self._channels = channels
         self._kv = kv
         self._deadlines = deadlines or WorkerDeadlines()
         self._gpus = WorkerGpus(config, devices, journal, self.server.output, self._ending)
         self._waits = WaitReport(config, engine, journal)
+        self._adapters = AdapterReport(config, engine, journal)
         self._name = NameCheck(config, bus, journal)
         self._about: dict[str, Any] = {"worker": config.name, "instance": config.instance}
         self._log = log.bind(**self._about)
@@ -239,6 +248,7 @@ class InferenceWorker:
         gpus, identity = self._gpus.uuids, self.engine.identity
         joined = registration(self.config, self.engine, url, gpus, kv_events=self.kv is not None)
         self._journal.observe(joined)
+        self._adapters.registered(joined.adapters)
         self._gpus.watch()
         self.serving.set()
         self._log.info("worker_ready", url=url, model=identity.model, engine=identity.engine)
@@ -322,6 +332,7 @@ class InferenceWorker:
 
         The engine's KV cache is lost, so frontends continue the streams on other workers.
         """
+        self.failure = str(reason)
         if isinstance(reason, Killed):
             return await self._end_abruptly()
         if isinstance(reason, EngineChanged):
@@ -395,11 +406,12 @@ class InferenceWorker:
         await self.commands.run()
 
     async def _watch(self, dead: asyncio.Future[EngineDead]) -> None:
-        """Check the engine every 2 s, until the worker is dead."""
+        """Check the engine every 2 s, and report changes of its adapters, until the worker is dead."""
         while not dead.done():
             try:
                 async with asyncio.timeout(self._deadlines.check_s):
                     await self.engine.check()
+                self._adapters.look(asyncio.get_running_loop().time())
             except TimeoutError:
                 limit = f"{self._deadlines.check_s:g} s"
                 self.fail(EngineDead(f"the engine's health check did not answer within {limit}"))

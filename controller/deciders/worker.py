@@ -15,6 +15,7 @@ from events import observations as seen
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
 from events.frozen import fast_constructor, replace
+from events.intrusion.registration import impossible
 
 RequestOutcome: TypeAlias = (
     seen.RequestsServed | seen.RequestFailed | seen.RequestPoisonous | seen.RequestSuspected
@@ -71,7 +72,7 @@ NO_SPARE = Spare()
 class Worker:
     """One worker: its registration, and the state of each of its state machines."""
 
-    joined: seen.WorkerJoined
+    joined: seen.WorkerJoined  # as registered, except that `adapters` are those that it has now
     health: Health
     breaker: Breaker
     drain: Drain
@@ -299,6 +300,8 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
         return state if moved is state.breaker else replace(state, breaker=moved)
     if isinstance(fact, seen.CanaryResult):
         return _canary(state, fact, recorded, cause)
+    if isinstance(fact, seen.AdaptersChanged):
+        return _with_adapters(state, fact)
     return replace(
         state,
         health=health.evolve(state.health, fact, cause),
@@ -306,6 +309,13 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
         drain=drain.evolve(state.drain, fact, cause),
         budget=budget.evolve(state.budget, fact, cause),
     )
+
+
+def _with_adapters(state: Worker, fact: seen.AdaptersChanged) -> Worker:
+    """Return the worker with the LoRA adapters that it has now. A list with impossible values changes nothing."""
+    if impossible(fact) or fact.adapters == state.joined.adapters:
+        return state
+    return replace(state, joined=replace(state.joined, adapters=fact.adapters))
 
 
 def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker:

@@ -262,7 +262,7 @@ class Director:
     """Builds the components of one frontend, passes on changes of the fleet state, and runs periodic work."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
-        self.settings, self._world = settings, world
+        self.settings, self._world, self.name = settings, world, world.name
         name, plane, observe, clock = world.name, world.plane, world.observe, world.clock
         # not the loop's time: uvloop freezes that within a turn and rounds it to ms
         self.now = now = clock.monotonic
@@ -377,12 +377,15 @@ class Director:
     def _empty(self, endpoint: Endpoint) -> None:
         """Reroute the requests of a worker that is out of service.
 
-        The possible targets are looked up once for all requests.
+        The possible targets are looked up once for all requests with the same adapter.
         """
         there = list(self.running.at(endpoint))
-        others = {other.key for other in self.routing.targets(there[0].request)} - {endpoint.key}
+        others: dict[str, set[Key]] = {}
         for live in there:
-            gone = WorkerUnhealthy(endpoint.corrupt, others, live.progress)
+            served = live.request.served
+            if served not in others:
+                others[served] = {one.key for one in self.routing.targets(live.request)} - {endpoint.key}
+            gone = WorkerUnhealthy(endpoint.corrupt, others[served], live.progress)
             self.driver.feed(live, gone)
 
     def set_thresholds(self, model: str, thresholds: BusyThresholds) -> None:

@@ -37,10 +37,10 @@ from controller.frontend.dispatch.worker_refusal import as_api_error
 from controller.frontend.errors import ApiError, internal
 from controller.frontend.health.exposure import ServedSpans
 from controller.frontend.metrics import FaultMetrics
-from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.choice import Choice, InvalidOutput
 from controller.frontend.openai.completion import Completion
-from controller.frontend.openai.text.detokenizer import InvalidOutput, check_logprobs, check_tokens
-from controller.frontend.openai.text.tokenizer import load_tokens
+from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
+from controller.frontend.openai.writers import check_logprobs, check_tokens
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.failures import Failure, classify
@@ -54,6 +54,8 @@ from controller.router.selection.filter import NoWorker
 from controller.router.trust import SourceDistrusted, TrustedSource
 from events.refusal import REASON, read_refusal
 from events.wire import Chunk, finish_reason
+
+PROXIED_TOKENS_MAX = 2**62
 
 log = structlog.get_logger(__name__)
 
@@ -94,10 +96,13 @@ class RequestSink(LiveRequest):
                 check_tokens(tokens, self.continuation.tokens.size)
             if chunk.cached_tokens is not None and self.answer.cached_tokens is None:
                 self.note_cached(chunk.cached_tokens)
-        if first and (tokens or chunk.text is not None):
+        if first and (tokens or chunk.text is not None or chunk.proxied is not None):
             driver.feed(self, on.FirstToken())
         stopped = False
-        if tokens:
+        if chunk.proxied is not None:
+            # each event of a stream counts as a token, and a whole response as one token
+            self.accepted += [0] * self.writer.pass_on(chunk.proxied)
+        elif tokens:
             stopped = self.accept(chunk) if chunk.finish in (None, "length") else self.accept_last(chunk)
         elif chunk.text is not None:
             stopped = self.accept_text(chunk.text)
@@ -213,21 +218,31 @@ class Driver:
         """
         request, settings, now = answer.request, self.settings, self.now()
         admission, longest, tokens = settings.admission, settings.migration_max_seq_len, len(request.prompt)
+        first_token_s = admission.first_token_s + admission.first_token_s_per_1k / 1000 * tokens
+        most = request.sampling.max_tokens
+        if (
+            request.proxied is not None
+        ):  # its response ends only with the server's, however many events it has
+            most, longest = PROXIED_TOKENS_MAX, None
+            if not request.proxied.streamed:
+                first_token_s = max(first_token_s, admission.whole_response_s)
         terms = RequestTerms(
             tokens,
-            request.sampling.max_tokens,
+            most,
             answer.migration_limit,
             longest,
             answer.forbidden,
             settings.on_corruption,
             settings.reroute_s,
-            admission.first_token_s + admission.first_token_s_per_1k / 1000 * tokens,
+            first_token_s,
         )
         metrics, arrived = self.request_metrics.of(request.model), request.arrived
         movable_max = inf if longest is None else longest - tokens
         arrived = now if arrived is None else arrived
         stats = OutputStats(metrics, self.exposures, self.tracker, movable_max, arrived, now, now)
-        continuation = Continuation(request, answer.accepted, load_tokens(request.lineage[1]))
+        # the tokens of a proxied request are not used
+        tokens_of = load_tokens(BUILTIN if request.proxied is not None else request.lineage[1])
+        continuation = Continuation(request, answer.accepted, tokens_of)
         self.opened = answer.number = number = self.opened + 1
         live = RequestSink(answer, completion, RequestState(terms, now), stats, continuation, driver=self)
         self.live[number] = live
@@ -334,7 +349,7 @@ class Driver:
                 live.exposure = action
             case do.Refuse(abandoned):
                 request, none = live.request, dispatcher.no_worker
-                error = self.admission.refusal(none, request.model, request.tier)
+                error = self.admission.refusal(none, request.served, request.tier)
                 if abandoned:
                     self.reports.abandoned(live, none.code)
                 self._end(live, now, error=error)
@@ -401,7 +416,7 @@ class Driver:
             until = live.state.began_at + self.settings.admission.queue_s * latency
         wait_s = max(0.0, until - now)
         turn = self.queued[live] = admission.again(
-            request.model, request.lineage, wait_s, live.state.declined
+            request.served, request.lineage, wait_s, live.state.declined
         )
 
         def over(turn: "asyncio.Future[Reservation]") -> None:
@@ -414,7 +429,7 @@ class Driver:
                 if wanted:
                     self._resume(live)
             elif wanted and isinstance(error, WaitedTooLong | NoWorker):
-                self.feed(live, on.RequestRejected(admission.refusal(error, request.model, request.tier)))
+                self.feed(live, on.RequestRejected(admission.refusal(error, request.served, request.tier)))
 
         turn.add_done_callback(over)
 

@@ -22,6 +22,7 @@ CODES = OVERLOAD.union(  # codes that programs may rely on; docs/reference/api.m
     ("invalid_http", "invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     ("no_chat_template", "invalid_request", "model_not_found", "unknown_url", "method_not_allowed"),
     ("invalid_api_key", "admin_refused"),
+    ("response_not_found", "response_frontend_gone", "response_unreachable"),
     # the request exceeds a limit
     ("body_too_large", "body_timeout", "head_timeout", "headers_too_large", "too_many_connections"),
     # the request was started and failed

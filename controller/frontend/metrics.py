@@ -341,6 +341,18 @@ class BoundMetrics(MetricTable):
         self.refused.labels(bound).inc()
 
 
+class StoredResponseMetrics(MetricTable):
+    """The stored responses of the Responses API."""
+
+    number = gauge("holdfast_stored_responses", "Responses that this frontend keeps for later requests.")
+    bytes = gauge("holdfast_stored_response_bytes", "Bytes of these responses and their conversations.")
+    dropped = counter(
+        "holdfast_stored_responses_dropped",
+        "Stored responses dropped at a limit: number, bytes or age.",
+        "why",
+    )
+
+
 class FrontendMetrics:
     """All metrics of one frontend, in their own registry."""
 
@@ -353,6 +365,7 @@ class FrontendMetrics:
         self.router = RouterMetrics(registry)
         self.faults = FaultMetrics(registry)
         self.bounds = BoundMetrics(registry)
+        self.stored_responses = StoredResponseMetrics(registry)
         self.shown: set[str] = set()  # workers for which a series exists
         self.shown_models: set[str] = set()
         self._settled = [*self.histograms.of_kind(LabelledHistogram), *self.router.of_kind(LabelledHistogram)]

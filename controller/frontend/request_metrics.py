@@ -13,7 +13,8 @@ from controller.router.endpoints import Endpoint, shown_context
 from controller.router.index.view import Counts, KvView
 from events.wire import Load
 
-ENDPOINTS, KINDS = ("chat_completions", "completions"), ("stream", "unary")
+ENDPOINTS = ("chat_completions", "completions", "messages", "responses")
+KINDS = ("stream", "unary")
 MIGRATION_TYPES = ("new_request", "ongoing_request")
 ACTIONS = ("continue", "restart", "error", "none")  # values of RequestExposed.action
 POSITIONS = {"closed": 0, "open": 1, "half_open": 2}

@@ -107,6 +107,8 @@ class AdmissionSettings(Strict):
     first_token_s_per_1k: NotNegative = setting(  # slow prefills read 1,000 tokens a second
         1.0, "additional seconds for each 1,000 tokens of its prompt", flag="--first-token-timeout-per-1k"
     )
+    # seconds until a proxied request has its whole response, which may be a long answer that is not streamed
+    whole_response_s: Positive = 600.0
     body_mb_max: int = Field(default=45, ge=1)  # megabytes of one body, decompressed
     bodies_mb_max: int = Field(default=512, ge=1)  # megabytes of all bodies that are being received
     body_s: Positive = 60.0  # seconds to receive the whole body of a request
@@ -182,6 +184,14 @@ class StallSettings(Strict):
             why = f"floor_s is {self.floor_s:g}: it must not be above ceiling_s, {self.ceiling_s:g}"
             raise ValueError(why)
         return self
+
+
+class StoredResponseSettings(Strict):
+    """Limits of the responses that one frontend keeps for later requests (`store` of the Responses API)."""
+
+    number_max: int = Field(default=1000, ge=0)  # responses; 0: none is kept
+    mb_max: int = Field(default=64, ge=1)  # MiB of all responses with their conversations
+    keep_s: Positive = 3600.0  # seconds for which a response is kept
 
 
 class LocalBreakerSettings(Strict):
@@ -358,6 +368,7 @@ class FrontendSettings(Strict):
     connections: ConnectionSettings = ConnectionSettings()
     tokenizing: TokenizingSettings = TokenizingSettings()
     stream: StreamSettings = StreamSettings()
+    responses: StoredResponseSettings = StoredResponseSettings()
     breaker: LocalBreakerSettings = LocalBreakerSettings()
     stall: StallSettings = Field(default=StallSettings(), json_schema_extra={"flags": "--stall-"})
     poison: PoisonSettings = PoisonSettings()

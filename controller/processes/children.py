@@ -60,7 +60,8 @@ class Child:
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    workers: int = 1  # number of workers in a worker process, which has the name of its first worker
+    # number of workers in a worker process, which has the name of its first worker; 0: they come and go (a file of upstreams)
+    workers: int = 1
     restart: bool = True
     process: subprocess.Popen[bytes] | None = None
     lives: int = 0

@@ -208,7 +208,7 @@ class FrontendProcess:
         if console is not None:
             services.append(console.run)
         try:
-            return await self._serve(director, services, console)
+            return await self._serve(director, services, console, bus)
         finally:
             await journal.close()
             await bus.close()
@@ -243,9 +243,14 @@ class FrontendProcess:
     # --- services -----------------------------------------------------------------------------------------
 
     async def _serve(
-        self, director: Director, services: Sequence[Service], console: Console | None = None
+        self,
+        director: Director,
+        services: Sequence[Service],
+        console: Console | None = None,
+        bus: Bus | None = None,
     ) -> int:
         api = Api(director)
+        responses = api.openai.responses
         listeners = Listeners(api, self._settings, console.before(api.admin) if console is not None else None)
         stop = stop_signal()
         try:
@@ -261,6 +266,8 @@ class FrontendProcess:
                     group.create_task(_check(api.openai, listeners)),
                 ]
                 running.append(group.create_task(self._accept(director, listeners, stop)))
+                if bus is not None:
+                    running.append(group.create_task(responses.serve(bus)))
                 await stop.wait()
                 await self.drain(api, listeners)
                 for task in running:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.notifying.webhook_flags import has_notifier, webhook_variables
-from controller.processes.up_flags import controller_variables, frontend_variables, spares
+from controller.processes.up_flags import controller_variables, frontend_variables, listed_upstreams, spares
+from events.broker_users import worker_user
+from workers.config.settings_check import UPSTREAMS_NAME
 
 GRACE = "HOLDFAST_FRONTEND__GRACE_S"
 GRACE_S = 10.0  # default for `up`, so that Ctrl-C does not block a terminal for long
@@ -45,6 +47,9 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
             **frontend_variables(args),
         }
         yield _child(directory, "frontend", f"frontend-{n}", own)
+    if args.upstreams is not None:
+        yield upstreams(args, directory)
+        return
     workers, share = len(names(args)), args.workers_per_process
     for n in range(0, workers, share):
         count = min(share, workers - n)
@@ -59,6 +64,16 @@ def worker(args: argparse.Namespace, directory: FleetDir, number: int, count: in
     return _child(directory, "worker", f"w{number}", own, count)
 
 
+def upstreams(args: argparse.Namespace, directory: FleetDir) -> Child:
+    """Return the process that runs one worker for each upstream of a file."""
+    own = {
+        "HOLDFAST_WORKER_ENGINE": args.engine,
+        "HOLDFAST_WORKER_UPSTREAMS": str(args.upstreams.resolve()),
+        **_shared(args),
+    }
+    return _child(directory, "worker", UPSTREAMS_NAME, own, 0)
+
+
 def spare(args: argparse.Namespace, directory: FleetDir, number: int) -> Child:
     """Return the process of the spare with this number."""
     own = {**_worker(args, len(names(args)) + number), "HOLDFAST_WORKER_SPARE": "true"}
@@ -66,7 +81,11 @@ def spare(args: argparse.Namespace, directory: FleetDir, number: int) -> Child:
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    """Return the names of the fleet's workers, without the spares."""
+    """Return the names of the fleet's workers at the start, without the spares."""
+    if args.upstreams is not None:
+        return [
+            entry.name for entry in listed_upstreams(args.upstreams) if not (entry.pause or entry.discover)
+        ]
     servers = len(args.upstream) - spares(args, 0) if args.engine == "openai" else args.workers
     return [f"w{n}" for n in range(servers)]
 
@@ -74,6 +93,15 @@ def names(args: argparse.Namespace) -> list[str]:
 def spare_names(args: argparse.Namespace) -> list[str]:
     """Return the names of the fleet's spares."""
     return [f"s{n}" for n in range(spares(args, len(names(args))))]
+
+
+def accounts(args: argparse.Namespace, child: Child) -> list[str]:
+    """Return the broker accounts of a process's workers. Workers that come later create their accounts themselves."""
+    if child.role != "worker":
+        return []
+    if child.workers:
+        return [worker_user(child.name, child.workers)]
+    return [worker_user(name) for name in names(args)]
 
 
 def database_processes(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
@@ -102,12 +130,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
-    own = {"HOLDFAST_WORKER_ENGINE": args.engine, "HOLDFAST_WORKER_REQUEST_PLANE": args.request_plane}
-    own["HOLDFAST_WORKER_NAME_CHECK_S"] = "0"  # not needed, because `up` starts only one process per name
-    if args.ready_timeout is not None:
-        own["HOLDFAST_WORKER_READY_TIMEOUT"] = str(args.ready_timeout)
-    if args.model is not None:
-        own["HOLDFAST_WORKER_MODEL"] = str(args.model.resolve())
+    own = {"HOLDFAST_WORKER_ENGINE": args.engine, **_shared(args)}
     if args.engine == "openai":
         own["HOLDFAST_WORKER_UPSTREAM"] = args.upstream[n]
         if keys := args.upstream_key_file:
@@ -117,8 +140,19 @@ def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
         for name in ("upstream_kv_events", "upstream_kv_replay"):
             if given := getattr(args, name):
                 own[f"HOLDFAST_WORKER_{name.upper()}"] = given[n]
-    if getattr(args, "router.kv_events", None) is False:
-        own["HOLDFAST_WORKER_KV_EVENTS"] = "false"  # because no router uses KV events
     if args.itl_ms is not None:
         own["HOLDFAST_WORKER_ITL_MS"] = str(args.itl_ms)
+    return own
+
+
+def _shared(args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment that all worker processes have."""
+    own = {"HOLDFAST_WORKER_REQUEST_PLANE": args.request_plane}
+    own["HOLDFAST_WORKER_NAME_CHECK_S"] = "0"  # not needed, because `up` starts only one process per name
+    if args.ready_timeout is not None:
+        own["HOLDFAST_WORKER_READY_TIMEOUT"] = str(args.ready_timeout)
+    if args.model is not None:
+        own["HOLDFAST_WORKER_MODEL"] = str(args.model.resolve())
+    if getattr(args, "router.kv_events", None) is False:
+        own["HOLDFAST_WORKER_KV_EVENTS"] = "false"  # because no router uses KV events
     return own

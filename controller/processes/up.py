@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import time
+from itertools import chain
 from typing import Any
 
 from controller.adapters.embedded.server import EmbeddedServer
@@ -20,7 +21,14 @@ from controller.processes.children import Child, reap_orphan, shell_status, stop
 from controller.processes.console import print_line, warn
 from controller.processes.fleet_dir import FleetDir, restrict
 from controller.processes.operator_client import http_ok
-from controller.processes.process_plan import database_processes, frontend_grace_s, names, plan, spare_names
+from controller.processes.process_plan import (
+    accounts,
+    database_processes,
+    frontend_grace_s,
+    names,
+    plan,
+    spare_names,
+)
 from controller.processes.readiness_watch import ReadinessWatch, status_reader
 from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.store_rebuilder import StoreRebuilder
@@ -29,7 +37,6 @@ from controller.processes.up_checks import check, hold
 from controller.processes.up_flags import PATIENT, journal_bounds, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
-from events.broker_users import worker_user
 from events.errors import QUARANTINE, HoldfastError, UsageError
 from events.fact import Observation
 from events.journal.port import JournalUnavailable
@@ -132,7 +139,7 @@ class FleetSupervisor:
         database = asyncio.create_task(self._start_database())
         try:
             planned = list(plan(self.args, self.dir))
-            await self.broker.begin(worker_user(c.name, c.workers) for c in planned if c.role == "worker")
+            await self.broker.begin(chain.from_iterable(accounts(self.args, child) for child in planned))
             self._remember()
             if self.args.accept_journal:
                 await self._accept_journal(await database)
@@ -189,8 +196,8 @@ class FleetSupervisor:
 
     def _add(self, child: Child) -> None:
         """Start one more process, and restart it from now on whenever it ends."""
-        if child.role == "worker":
-            self.broker.admit(worker_user(child.name, child.workers))
+        for account in accounts(self.args, child):
+            self.broker.admit(account)
         self.children.append(child)
         self._spawn(child)
 

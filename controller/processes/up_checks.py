@@ -20,6 +20,7 @@ from controller.processes.up_flags import (
     check_frontend_flags,
     frontend_variables,
     journal_bounds,
+    listed_upstreams,
 )
 from events.errors import HoldfastError, UsageError
 from events.process.key_file import read_key
@@ -27,6 +28,7 @@ from events.process.key_file import read_key
 
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError or BadSetting if the flags contradict one another or have invalid values."""
+    listed_upstreams(args.upstreams)
     check_frontend_flags(args)
     check_deadline_tiers(args, check_front_port(args))
     journal_bounds(args)
@@ -50,9 +52,9 @@ def _engine_conflicts(args: argparse.Namespace) -> Iterator[str]:
     if engine == "transformers" and model is None:
         yield "--engine transformers needs --model DIR; `holdfast model tiny DIR` creates a small one"
     if engine == "openai":
-        if not args.upstream:
-            yield "--engine openai needs --upstream URL, once for each server"
-        if model is None:
+        if not args.upstream and args.upstreams is None:
+            yield "--engine openai needs --upstreams FILE, or --upstream URL once for each server"
+        if model is None and not all(entry.model for entry in listed_upstreams(args.upstreams)):
             yield "--engine openai needs --model DIR, the folder with the model's tokenizer.json"
     if model is not None:
         if not model.is_dir():
@@ -64,6 +66,9 @@ def _engine_conflicts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _upstream_conflicts(args: argparse.Namespace) -> Iterator[str]:
+    if args.upstreams is not None:
+        yield from file_conflicts(args)
+        return
     servers = len(args.upstream)
     if args.engine == "openai" and (args.spares == AUTO or args.spares >= servers):
         yield f"--spares {args.spares}: with --engine openai the spares are among the {servers} servers, and one must serve"
@@ -72,6 +77,17 @@ def _upstream_conflicts(args: argparse.Namespace) -> Iterator[str]:
     for url in args.upstream:
         if not _is_http(url):
             yield f"--upstream {url!r} is not a server's URL, such as http://127.0.0.1:8001"
+
+
+def file_conflicts(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why flags contradict --upstreams."""
+    if args.engine != "openai":
+        yield f"--upstreams requires --engine openai, not --engine {args.engine}"
+    if args.spares:
+        yield f"--spares {args.spares}: upstreams of a file cannot be spares"
+    for name in ("upstream", "upstream_key_file", "revision", "upstream_kv_events", "upstream_kv_replay"):
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')} cannot be used with --upstreams; set it in {args.upstreams}"
 
 
 def _key_conflicts(args: argparse.Namespace) -> Iterator[str]:

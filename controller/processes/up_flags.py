@@ -14,7 +14,9 @@ from controller.planner.spares import SparePolicy, spares_for
 from controller.processes.flag_types import Options, count_to, not_negative, option, port, positive
 from controller.processes.ladder_flags import LADDER_FLAGS, OBJECTIVES, ladder_variables
 from controller.processes.notifying.webhook_flags import FLAGS as WEBHOOK_FLAGS
+from events.errors import UsageError
 from events.journal.retention import JournalBounds
+from workers.config.upstreams import BadUpstreams, UpstreamEntry, load_upstreams, read_upstreams
 
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
@@ -71,6 +73,9 @@ FLAGS: Mapping[str, Options] = {
     "--engine": option("engine that runs the model (default: simulated)", choices=ENGINES, default="simulated"),
     "--model": option("folder of the model (weights for transformers, tokenizer for openai)", type=Path, metavar="DIR"),
     "--upstream": option("URL of an OpenAI-compatible server; one worker per server; repeatable", metavar="URL", **EACH),
+    "--upstreams": option(
+        "YAML file that lists OpenAI-compatible servers, with one worker for each in one process; edits take effect at once",
+        type=Path, metavar="FILE"),
     "--upstream-key-file": option("file with the API key of the upstreams; once for all, or once for each --upstream",
         type=Path, metavar="FILE", **EACH),
     "--revision": option(
@@ -113,6 +118,7 @@ VARIABLES: Mapping[str, str] = {
     "--planner-mode": f"{PREFIX}PLANNER__MODE",
     "--engine": f"{WORKER_PREFIX}ENGINE",
     "--model": f"{WORKER_PREFIX}MODEL",
+    "--upstreams": f"{WORKER_PREFIX}UPSTREAMS",
 }
 """For each flag, the environment variable that replaces its default. A process that `up` starts reads the same variable."""
 SETTINGS: Mapping[str, str] = {
@@ -122,6 +128,7 @@ SETTINGS: Mapping[str, str] = {
     "--request-plane": "frontend.request_plane",
     "--engine": "worker.engine",
     "--model": "worker.model",
+    "--upstreams": "worker.upstreams",
     "--itl-ms": "worker.itl_ms",
     "--canary-interval": "controller.canary.interval_s",
     "--breaker-wait": "controller.policy.breaker.wait_min",
@@ -153,6 +160,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
     chaos = os.environ.get(f"{PREFIX}CONTROLLER__CHAOS", "").lower() in TRUE
     parser.add_argument("--chaos", action="store_true", default=chaos, help=CHAOS)
+
+
+def listed_upstreams(file: Path | None) -> tuple[UpstreamEntry, ...]:
+    """Return the entries of the file of upstreams; none without a file. Raise UsageError if the file is invalid."""
+    if file is None:
+        return ()
+    try:
+        return load_upstreams(file, read_upstreams(file))
+    except BadUpstreams as error:
+        raise UsageError(f"--upstreams: {error}") from error
 
 
 def setting_of(action: argparse.Action) -> str | None:
@@ -202,6 +219,9 @@ def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
     given = {place: getattr(args, place) for place in own}
     # in the command `route`, --model is the name of a model and not a folder
     folders = [str(args.model.resolve())] if isinstance(args.model, Path) else []
+    if getattr(args, "upstreams", None) is not None:
+        listed = {entry.model for entry in listed_upstreams(args.upstreams) if entry.model}
+        folders += sorted(str(Path(model).resolve()) for model in listed)
     folders += [given["model_folders"]] if given.get("model_folders") else []
     given["model_folders"] = ",".join(folders) or None
     return as_variables("frontend", FrontendSettings, given)

@@ -37,6 +37,8 @@ def lives(child: Child, instance: str) -> list[tuple[str, str]]:
     `instance` is the id that was assigned to the process. If the process runs several workers, the workers' ids begin with
     `instance`. When one of these workers restarts within the process, `workers.worker_group` assigns its next id.
     """
+    if not child.workers:  # known when they join
+        return []
     if child.workers == 1:
         return [(child.name, instance)]
     first = int(child.name.removeprefix("w"))
@@ -50,6 +52,8 @@ class WorkerExits:
         self._observe = observe
         # worker process -> its workers -> their current instances
         self._lives: dict[str, dict[str, str]] = {}
+        # process with a file of upstreams -> its id, with which the instances of its workers begin
+        self._changing: dict[str, str] = {}
         self._dead: dict[str, str] = {}  # instance -> why it was declared dead
         # worker process -> deadline for ending by itself, in monotonic seconds
         self._ending: dict[str, float] = {}
@@ -64,6 +68,8 @@ class WorkerExits:
         instance = new_id()
         self._forget(child)
         self._lives[child.name] = dict(lives(child, instance))
+        if not child.workers:
+            self._changing[child.name] = instance
         return {"HOLDFAST_WORKER_INSTANCE": instance}
 
     def ended(self, child: Child, status: int) -> None:
@@ -85,10 +91,17 @@ class WorkerExits:
         match fact:
             # a worker of `workers.worker_group` has got a new instance
             case WorkerJoined() if fact.pid in children:
-                own = self._lives.get(children[fact.pid], {})
-                if fact.worker in own:
-                    self._dead.pop(own[fact.worker], None)
+                name = children[fact.pid]
+                own = self._lives.get(name, {})
+                if fact.worker in own or fact.instance.startswith(f"{self._changing.get(name)}-"):
+                    self._dead.pop(own.get(fact.worker, ""), None)
                     own[fact.worker] = fact.instance
+            # a worker that leaves in order is not started again if its upstream was removed
+            case WorkerLeft() if fact.mode != "immediate":
+                for name in self._changing:
+                    if self._lives[name].get(fact.worker) == fact.instance:
+                        del self._lives[name][fact.worker]
+                        self._dead.pop(fact.instance, None)
             case HealthChanged(after=HealthStatus.DEAD):
                 if any(own.get(fact.worker) == fact.instance for own in self._lives.values()):
                     self._dead[fact.instance] = fact.reason
@@ -120,5 +133,6 @@ class WorkerExits:
 
     def _forget(self, child: Child) -> None:
         self._ending.pop(child.name, None)
+        self._changing.pop(child.name, None)
         for instance in self._lives.pop(child.name, {}).values():
             self._dead.pop(instance, None)

@@ -264,6 +264,7 @@ def _cap(f: d.WeightCapped) -> str:
 SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     Skipped: "not an event, skipped by all readers: {f.why}",
     o.WorkerJoined: _joined,
+    o.AdaptersChanged: lambda f: f"{f.worker} now has these adapters: {', '.join(f.adapters) or 'none'}",
     o.WorkerAwaited: lambda f: f"{f.worker} cannot join yet{f.model and f' with {f.model}'}: {f.reason}",
     o.WorkerLeft: _left,
     o.WorkerSilent: lambda f: (

@@ -6,7 +6,7 @@ tokenizer.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,7 @@ from controller.deciders.tiers import Tiers
 from events.decisions import HealthStatus, Knobs
 from events.intrusion.registration import impossible
 from events.observations import BusyThresholdsSet, WorkerJoined
+from events.proxied_paths import COMPLETIONS
 from events.wire import Load
 
 Key = tuple[str, str]  # worker, instance
@@ -125,12 +126,14 @@ class Endpoint:
     # largest number of requests at the worker, by its registration; never exceeded
     holds: int = field(init=False)
     block_tokens: int = field(init=False)  # 1 if it registers an invalid value
+    adapters: frozenset[str] = field(init=False)  # LoRA adapters that the worker has now
     # for prompt and answer together; 0 if the registration is impossible
     context_tokens: int = field(init=False)
     key: Key = field(init=False)
     holders: tuple[WorkerRank, ...] = field(init=False)  # its DP ranks
     lineage: Lineage = field(init=False)  # revision and tokenizer, which must not change during a request
     server: Server = field(init=False)
+    generates: bool = field(init=False)  # whether it generates tokens, and not only vectors or scores
 
     def __post_init__(self) -> None:
         # a registration never changes, so the values that every choice reads are copied from it
@@ -145,7 +148,9 @@ class Endpoint:
         waiting = joined.waiting_max
         self.holds = ANY_NUMBER if waiting is None else max(1, self.max_batch + waiting)
         self.block_tokens = max(1, joined.profile.block_tokens)
+        self.generates = not joined.paths or COMPLETIONS in joined.paths
         self.context_tokens = 0 if impossible(joined) else joined.context_tokens
+        self.adapters = frozenset(joined.adapters)
 
     @property
     def standing(self) -> tuple[object, ...]:
@@ -156,6 +161,10 @@ class Endpoint:
     def routable(self) -> bool:
         """Whether the fleet allows requests to this worker."""
         return self.weight > 0.0
+
+    def has(self, adapter: str) -> bool:
+        """Return whether the worker has this LoRA adapter now. Every worker has the empty one, which is its model alone."""
+        return not adapter or adapter in self.adapters
 
     # --- this frontend's requests on the worker: only these methods write its counters
 
@@ -276,19 +285,42 @@ class TableChange:
     joined: int = 0
     left: bool = False
     knobs: bool = False
+    adapters: bool = False  # whether a worker has loaded or unloaded an adapter
 
     def __bool__(self) -> bool:
-        return self.moved or self.left or self.knobs
+        return self.moved or self.left or self.knobs or self.adapters
+
+
+def adapters_of(endpoints: Iterable[Endpoint], models: Container[str]) -> dict[str, list[Endpoint]]:
+    """Return the workers that have each LoRA adapter, by the adapter's name.
+
+    All workers of an adapter have one model: the one with the most such workers, or the first by name. Adapters with the name
+    of a model in `models` are left out, because the model has precedence.
+    """
+    found: dict[str, dict[str, list[Endpoint]]] = {}
+    for endpoint in endpoints:
+        for adapter in endpoint.adapters:
+            if adapter not in models:
+                found.setdefault(adapter, {}).setdefault(endpoint.model, []).append(endpoint)
+    return {
+        adapter: min(by_model.items(), key=lambda one: (-len(one[1]), one[0]))[1]
+        for adapter, by_model in found.items()
+    }
 
 
 class EndpointTable:
-    """All endpoints of a frontend, by key and by model, with the settings of each model from the fleet state."""
+    """All endpoints of a frontend, by key and by model, with the settings of each model from the fleet state.
+
+    A LoRA adapter is served under its own name, by those workers of its model that have it now. Methods with the parameter
+    `served` accept the name of a model or of an adapter.
+    """
 
     def __init__(self, allows: Callable[[WorkerJoined], bool] = lambda joined: True) -> None:
         """Create an empty table. A worker that `allows` rejects gets no endpoint."""
         self._allows = allows
         self.endpoints: dict[Key, Endpoint] = {}
         self.models: dict[str, list[Endpoint]] = {}
+        self.adapters: dict[str, list[Endpoint]] = {}  # by adapter: the workers of its model that have it now
         self.further: dict[str, str] = {}  # a model by each further name that its workers' servers register
         self.number = 0  # number of the last decision that this table reflects
         # every model that a worker in the fold serves or served, or that an awaited worker will serve
@@ -330,6 +362,8 @@ class EndpointTable:
             self._update_models(fleet)
         if change.left or change.joined:
             self._replace(endpoint for endpoint in self.endpoints.values() if self.worker(endpoint))
+        elif change.adapters:
+            self._replace(self.endpoints.values())
         elif change.moved:  # the set of routable workers has changed, and their votes determine the limits
             self._group.clear()
             self._limits.clear()
@@ -380,6 +414,8 @@ class EndpointTable:
         endpoint.expected = worker.expected
         out = (endpoint.corrupt or worker.health.charges.accused) and not endpoint.suspect
         endpoint.weight = 0.0 if out or not endpoint.context_tokens else worker.weight
+        if endpoint.adapters != (adapters := frozenset(worker.joined.adapters)):
+            endpoint.adapters, change.adapters = adapters, True
         now = worker.drain, worker.health.limits
         same = before is not None and (before.drain, before.health.limits) == now
         change.moved = change.moved or not same or before_it != endpoint.standing
@@ -406,14 +442,16 @@ class EndpointTable:
     def _keeps_last(self) -> bool:
         return bool((self._policy or {}).get("budget", {}).get("keep_last", False))
 
-    def stands_in(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> bool:
+    def stands_in(self, served: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> bool:
         """Return whether requests can wait for a worker that is out of service only because of failed canaries.
 
         Such a worker serves as soon as the controller sees that no other worker of the model serves. Workers in `without` are
         ignored.
         """
+        model, adapter = self.model_of(served), self.adapter_of(served)
         return self._keeps_last and any(
             worker.joined.model == model
+            and (not adapter or adapter in worker.joined.adapters)
             and worker.suspect
             and worker.health.limit > 0.0
             and (worker.joined.worker, worker.joined.instance) not in without
@@ -446,8 +484,24 @@ class EndpointTable:
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
 
-    def slo(self, model: str) -> Slo:
+    # --- models and adapters
+
+    def serving(self, served: str) -> Sequence[Endpoint]:
+        """Return the endpoints of a model, or those that have an adapter now."""
+        found = self.models.get(served)
+        return found if found is not None else self.adapters.get(served, ())
+
+    def model_of(self, served: str) -> str:
+        """Return the model of an adapter. Return every other name unchanged."""
+        return self.adapters[served][0].model if served in self.adapters else served
+
+    def adapter_of(self, served: str) -> str:
+        """Return the name if it is that of an adapter; empty if it is not."""
+        return served if served in self.adapters else ""
+
+    def slo(self, served: str) -> Slo:
         """Return a model's latency objectives from the policy."""
+        model = self.model_of(served)
         if (found := self._slos.get(model)) is None:
             found = slo_of(self._policy, model)
             if model in self.models:  # clients can name any model; cache only known ones
@@ -464,35 +518,39 @@ class EndpointTable:
             fresh.append(endpoint)
         self._replace(fresh)
 
-    def knobs(self, model: str) -> Knobs:
+    def knobs(self, served: str) -> Knobs:
         """Return the service settings (knobs) of a model's degradation level, or the default ones if no level is set."""
-        return self._knobs.get(model, _USUAL)
+        return self._knobs.get(self.model_of(served), _USUAL)
 
-    def sheds(self, model: str, tier: str) -> bool:
+    def sheds(self, served: str, tier: str) -> bool:
         """Return whether a model's degradation level sheds requests of this tier."""
-        return self.tiers.sheds(self.knobs(model), tier)
+        return self.tiers.sheds(self.knobs(served), tier)
 
     def urgency(self, tier: str) -> int:
         """Return the urgency of a tier's requests. 0 is the most urgent."""
         return self.tiers.rank(tier)
 
-    def group(self, model: str, lineage: Lineage) -> EndpointGroup | None:
-        """Return a model's workers of one lineage (revision and tokenizer), or None if there are none.
+    def group(self, served: str, lineage: Lineage) -> EndpointGroup | None:
+        """Return the workers of one lineage (revision and tokenizer) of a model or adapter, or None if there are none.
 
         The group is cached until the workers or their health change, because each request calls this several times.
         """
-        name = (model, lineage)
+        name = (served, lineage)
         group = self._group.get(name)
         if group is None and name not in self._group:
-            endpoints = [endpoint for endpoint in self.models.get(model, ()) if endpoint.lineage == lineage]
+            endpoints = [endpoint for endpoint in self.serving(served) if endpoint.lineage == lineage]
             group = self._group[name] = EndpointGroup.of(endpoints) if endpoints else None
         return group
 
     @property
     def served(self) -> list[str]:
         """The models with a worker in service."""
-        models = self.models.items()
-        return sorted(model for model, endpoints in models if any(one.routable for one in endpoints))
+        return _in_service(self.models)
+
+    @property
+    def served_adapters(self) -> list[str]:
+        """The adapters with a worker in service."""
+        return _in_service(self.adapters)
 
     def migration_limit(self, model: str) -> int | None:
         """Return the migration limit that most of a model's routable workers have registered; None if none has one.
@@ -513,3 +571,8 @@ class EndpointTable:
         self._limits.clear()
         for endpoint in self.endpoints.values():
             self.models.setdefault(endpoint.joined.model, []).append(endpoint)
+        self.adapters = adapters_of(self.endpoints.values(), self.models)
+
+
+def _in_service(served: Mapping[str, Sequence[Endpoint]]) -> list[str]:
+    return sorted(name for name, endpoints in served.items() if any(one.routable for one in endpoints))

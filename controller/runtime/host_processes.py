@@ -71,6 +71,8 @@ def why_foreign(worker: Worker, pid: int) -> str:
     ours = any(word.rpartition("/")[2] in ENTRIES for word in words) and "worker" in words
     if not ours:
         return "its command line is no worker's"
+    if _setting(words, environment, "UPSTREAMS", ("--upstreams",)):
+        return ""  # its workers have the names of its file, which may have changed since
     own = joined.worker in _names(words, environment)
     return "" if own else "it is another worker's, by the name that it was started with"
 

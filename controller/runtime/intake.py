@@ -88,11 +88,10 @@ def accepted(
     if kind not in KINDS:
         raise FactRefused(f"publish {kind}, which no worker observes")
     check_source(user, event.source, event.source_number)
-    if isinstance(event.fact, WorkerJoined):
-        if why := impossible(event.fact):
-            raise FactRefused(f"register an impossible value: {why}")
-        if event.fact.account not in ("", user):
-            raise FactRefused(f"register the account {event.fact.account}, which is not its own")
+    if why := impossible(event.fact):
+        raise FactRefused(f"register an impossible value: {why}")
+    if isinstance(event.fact, WorkerJoined) and event.fact.account not in ("", user):
+        raise FactRefused(f"register the account {event.fact.account}, which is not its own")
     return event
 
 
@@ -324,9 +323,10 @@ class Intruders:
             return
         for recorded in batch:
             fact = recorded.fact
-            if isinstance(fact, WorkerJoined) and (why := impossible(fact)):
-                account = account_of(fact.worker, fact.account)
-                self.intrusions.report(account, f"register an impossible value: {why}", worker=fact.worker)
+            if why := impossible(fact):
+                name = str(getattr(fact, "worker", ""))
+                account = account_of(name, getattr(fact, "account", ""))
+                self.intrusions.report(account, f"register an impossible value: {why}", worker=name)
             if why := forged(fact, recorded.source):
                 name = str(getattr(fact, "worker", ""))
                 self._blame(name, f"publish as another source: {why}", eject=True)

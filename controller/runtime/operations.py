@@ -393,6 +393,11 @@ class ControlOperations:
         name, reason = known.joined.worker, known.health.reason
         return f"{name} is dead ({reason}) and has no requests; {self.processes.next_life(known)}"
 
+    def _lingers(self, worker: Worker) -> bool:
+        """Return whether the process of a dead worker still runs. The process of other workers may survive one that has left."""
+        left = worker.health.exit.left and shares_process(self.fleet(), worker)
+        return not worker.alive and not left and self.processes.live(worker)
+
     # --- status -------------------------------------------------------------------------------------------
 
     async def status(self) -> Json:
@@ -445,9 +450,10 @@ class ControlOperations:
             "held": worker.health.held,
             "spare": worker.spare.kept,
             "place": worker.spare.place or None,
-            "lingers": not worker.alive and self.processes.live(worker),
+            "lingers": self._lingers(worker),
             "in_flight": beat.in_flight if beat is not None and worker.alive else None,
             "last_canary": canary,
+            "adapters": list(joined.adapters),
         }
 
     async def _last_seq(self) -> int | None:

@@ -1,14 +1,15 @@
-"""Checks a worker's registration against bounds that no real engine exceeds.
+"""Checks workers' registrations and lists of adapters against bounds that no real engine exceeds.
 
-A registration with a value outside its bounds is ignored when the fleet's state is computed from the journal
-(`controller.deciders.fold`), so the worker does not become part of the fleet. The codec does not refuse such a registration,
+A fact with a value outside its bounds is ignored when the fleet's state is computed from the journal
+(`controller.deciders.fold`), so such a worker does not become part of the fleet. The codec does not refuse such a fact,
 because readers of every version must accept the same events of a journal.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 
-from events.observations import Profile, WorkerJoined
+from events.fact import Fact
+from events.observations import AdaptersChanged, Profile, WorkerJoined
 
 BLOCKS_MAX = 1 << 32  # KV blocks of one worker
 BLOCK_TOKENS_MAX = 1 << 20
@@ -20,16 +21,25 @@ CURVE_MAX = 4096  # points of a TPOT curve
 RANKS_MAX = 1 << 16  # TP or DP ranks
 PID_MAX = 1 << 31
 LIMIT_MAX = 1 << 31  # migrations of one request
-NAMES_MAX = 64  # further names of a model
-NAME_MAX = 256  # characters of one further name
+NAMES_MAX = 64  # further names of a model, paths, or adapters
+NAME_MAX = 256  # characters of one name or path
 
 Claim = tuple[str, float, float, float]  # name, value, smallest and largest possible value
 
 
-def impossible(joined: WorkerJoined) -> str:
-    """Return the first impossible value of a registration as `name = value`. Return an empty string if all values are
-    possible."""
-    for name, value, least, most in _claims(joined):
+def impossible(fact: Fact) -> str:
+    """Return the first impossible value of a registration or of a list of adapters, as `name = value`.
+
+    Return an empty string if all values are possible, and for every other fact.
+    """
+    match fact:
+        case WorkerJoined():
+            claims = _claims(fact)
+        case AdaptersChanged():
+            claims = _of_names("adapters", fact.adapters)
+        case _:
+            return ""
+    for name, value, least, most in claims:
         if not (isfinite(value) and least <= value <= most):
             return f"{name} = {value!r}"[:80]
     return ""
@@ -42,13 +52,19 @@ def _claims(joined: WorkerJoined) -> Iterator[Claim]:
     yield "pid", joined.pid, 0, PID_MAX
     yield from _optional("waiting_max", joined.waiting_max, REQUESTS_MAX)
     yield from _optional("migration_limit", joined.migration_limit, LIMIT_MAX)
-    yield "names of also_served", len(joined.also_served), 0, NAMES_MAX
-    yield "length of a name of also_served", max(map(len, joined.also_served), default=0), 0, NAME_MAX
+    yield from _of_names("also_served", joined.also_served)
+    yield from _of_names("paths", joined.paths)
+    yield from _of_names("adapters", joined.adapters)
     yield from _of_profile(joined.profile)
     if (kv := joined.kv) is not None:
         for name, value in (("layers", kv.layers), ("kv_heads", kv.kv_heads), ("head_size", kv.head_size)):
             yield f"kv.{name}", value, 0, REQUESTS_MAX
         yield "kv.element_bytes", kv.element_bytes, 0, 64
+
+
+def _of_names(field: str, names: Sequence[str]) -> Iterator[Claim]:
+    yield f"number of {field}", len(names), 0, NAMES_MAX
+    yield f"longest of {field}", max(map(len, names), default=0), 0, NAME_MAX
 
 
 def _of_profile(profile: Profile) -> Iterator[Claim]:

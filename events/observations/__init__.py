@@ -57,6 +57,7 @@ from events.observations.requests import (
     WorkerSlowCleared,
 )
 from events.observations.workers import (
+    AdaptersChanged,
     ChaosInjected,
     Commanded,
     CommandRefused,

@@ -85,6 +85,18 @@ class WorkerJoined(WorkerObservation):
     also_served: tuple[str, ...] = ()  # other names under which its server serves the same weights
     # weights and computation that the engine reports, part of the canary key; empty: not reported
     lineage: str = ""
+    # HTTP paths of the server behind this worker to which clients' requests can be passed on
+    paths: tuple[str, ...] = ()
+    adapters: tuple[
+        str, ...
+    ] = ()  # names of the LoRA adapters that it has now; `AdaptersChanged` replaces them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersChanged(WorkerObservation):
+    """A worker's server loaded or unloaded LoRA adapters. The list is complete, so only the last fact of an instance counts."""
+
+    adapters: tuple[str, ...]  # names of the LoRA adapters that the worker has now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

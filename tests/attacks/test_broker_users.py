@@ -88,6 +88,7 @@ async def a_day_of(fleet: LocalFleet) -> None:
         done = await asyncio.to_thread(holdfast, *words, *data)
         assert done.returncode == 0, (words, done.stderr)
     assert await asyncio.gather(*answers) == [undisturbed(prompt, 60) for prompt in prompts]
+    await responses_are_found(fleet)
     status = await fleet.healthy(4)
     for role in ("nats", "controller", "projector"):
         (pid,) = (p["pid"] for p in status["processes"] if p["role"] == role)
@@ -99,6 +100,20 @@ async def a_day_of(fleet: LocalFleet) -> None:
         done = await asyncio.to_thread(holdfast, *words, *data)
         assert done.returncode == 0, (words, done.stderr)
     await fleet.healthy(4)
+
+
+async def responses_are_found(fleet: LocalFleet) -> None:
+    """Each frontend finds a stored response, whichever of them has created it."""
+    path, served = f"{fleet.url}/v1/responses", set()
+    body = {"model": "sim", "input": "hello", "max_output_tokens": 5}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+        while len(served) < 2:  # each connection reaches one of the frontends
+            async with http.post(path, json=body) as answer:
+                id = (await answer.json())["id"]
+            served.add(id[:17])
+            for _ in range(8):
+                async with http.get(f"{path}/{id}") as answer:
+                    assert answer.status == 200, await answer.text()
 
 
 async def no_forger_gets_through(fleet: LocalFleet) -> None:

@@ -12,14 +12,16 @@ from waits import until
 
 from controller.processes.children import Child, stop_all
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.process_plan import GRACE, GRACE_S, frontend_grace_s, plan
+from controller.processes.process_plan import GRACE, GRACE_S, accounts, frontend_grace_s, names, plan
+from controller.processes.up_checks import file_conflicts
 from controller.processes.worker_exits import WorkerExits, lives
 from events.observations import WorkerLeft
 
 ARGS = argparse.Namespace(
     host="127.0.0.1", port=80, frontends=1, workers=1, request_plane="tcp", canary_interval=None, breaker_wait=None,
     breaker_backoff=None, chaos=False, engine="simulated", model=None, itl_ms=None, workers_per_process=1,
-    ready_timeout=None, spares=0, spare_threshold=None, spares_on_return=None, upstream=[], webhook=[], webhook_kinds=[],
+    ready_timeout=None, spares=0, spare_threshold=None, spares_on_return=None, upstream=[], upstreams=None, webhook=[],
+    webhook_kinds=[],
     webhook_template=[], webhook_secret_file=[],
 )  # fmt: skip
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
@@ -118,6 +120,36 @@ def test_each_worker_gets_its_upstream_its_key_and_its_ready_timeout(tmp_path: P
         assert [one["HOLDFAST_WORKER_REVISION"] for one in environments] == (revisions * 2)[:2]
         expected = [str(file) for file in (files * 2)[:2]]
         assert [one["HOLDFAST_WORKER_UPSTREAM_KEY_FILE"] for one in environments] == expected
+
+
+def test_one_process_has_all_upstreams_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("upstreams: [{name: a, url: 'http://a'}, {name: b, url: 'http://b', pause: true}]")
+    args = argparse.Namespace(**{**vars(ARGS), "engine": "openai", "upstreams": file, "ready_timeout": 90.0})
+    (process,) = (child for child in plan(args, FleetDir(tmp_path)) if child.role == "worker")
+    assert (process.name, process.environment["HOLDFAST_WORKER_UPSTREAMS"]) == ("upstreams", str(file))
+    assert process.environment["HOLDFAST_WORKER_READY_TIMEOUT"] == "90.0"
+    assert names(args) == ["a"]
+    assert accounts(args, process) == ["worker-a"]
+    assert lives(process, "i1") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"engine": "simulated"}, "--upstreams requires --engine openai, not --engine simulated"),
+        ({"spares": 1}, "--spares 1: upstreams of a file cannot be spares"),
+        ({"upstream": ["http://b"]}, "--upstream cannot be used with --upstreams; set it in"),
+        ({"revision": ["r1"]}, "--revision cannot be used with --upstreams; set it in"),
+    ],
+)
+def test_a_file_of_upstreams_replaces_other_flags(given: dict[str, object], why: str, tmp_path: Path) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("upstreams: []")
+    without = ("upstream_key_file", "revision", "upstream_kv_events", "upstream_kv_replay")
+    none: dict[str, object] = {name: [] for name in without}
+    args = argparse.Namespace(**{**vars(ARGS), **none, "engine": "openai", "upstreams": file, **given})
+    assert next(file_conflicts(args)).startswith(why)
 
 
 def test_the_last_words_of_a_child_are_the_last_line_of_its_error(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Supervised:
         now = MemoryStream().clock()
         self.hear(HealthChanged(**about, before=HealthStatus.DRAINING, after=after, decided_at=now, cause=""))
 
-    def hear(self, fact: HealthChanged | WorkerJoined) -> None:
+    def hear(self, fact: HealthChanged | WorkerJoined | WorkerLeft) -> None:
         assert self.child.pid is not None
         self.exits.receive(fact, {self.child.pid: self.child.name})
 
@@ -147,3 +147,37 @@ def test_processes_other_than_workers_are_never_ended_as_dead(role: str, tmp_pat
     child = Child(role, role, [], tmp_path / "log")
     assert exits.begins(child) == {}
     assert exits.carry_out(child, time.monotonic()) == ""
+
+
+async def test_the_workers_of_a_file_of_upstreams_are_known_when_they_join(tmp_path: Path) -> None:
+    one = await running(tmp_path, OBEYS, workers=0)
+    for worker, instance in (
+        ("gpu1", f"{one.instance}-0"),
+        ("gpu2", f"{one.instance}-1"),
+        ("spy", "other-0"),
+    ):
+        assert one.child.pid is not None
+        one.hear(joined(worker, instance, one.child.pid))
+    one.decide("gpu1", f"{one.instance}-0", "silent")
+    assert one.exits.carry_out(one.child, 0.0) == "", "gpu2 lives"
+    one.hear(WorkerLeft(worker="gpu1", instance=f"{one.instance}-0", mode="graceful", exit=0))
+    assert one.child.pid is not None
+    one.hear(joined("gpu1", f"{one.instance}-2", one.child.pid))
+    one.child.signal(signal.SIGKILL)
+    await one.ended()
+    facts = [event.fact for event in one.stream.events]
+    assert facts == [
+        WorkerLeft(worker=worker, instance=f"{one.instance}-{number}", mode="immediate", exit=137)
+        for worker, number in (("gpu2", 1), ("gpu1", 2))
+    ]
+
+
+async def test_an_upstream_that_has_left_is_not_reported_again(tmp_path: Path) -> None:
+    one = await running(tmp_path, OBEYS, workers=0)
+    assert one.child.pid is not None
+    one.hear(joined("gpu1", f"{one.instance}-0", one.child.pid))
+    one.hear(WorkerLeft(worker="gpu1", instance=f"{one.instance}-0", mode="graceful", exit=0))
+    assert one.exits.carry_out(one.child, 0.0) == ""
+    one.child.signal(signal.SIGKILL)
+    await one.ended()
+    assert one.stream.events == []

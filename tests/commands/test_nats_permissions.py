@@ -1,12 +1,14 @@
 """`holdfast nats permissions`: the users of an external broker."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from typed_commands import run_command
 
 from controller.adapters.embedded.nats import start_nats
+from controller.adapters.embedded.nats_users import BrokerUsers
 from events.journal.nats import NatsJournal
 from events.nats import keys
 from events.nats.urls import as_user, with_keys
@@ -67,3 +69,16 @@ def test_invalid_arguments_are_reported_in_one_sentence(
 ) -> None:
     code, _, error = typed("--data", str(tmp_path), *words)
     assert code == 2 and says in error and error.count("\n") == 1
+
+
+def test_a_seed_is_noticed_although_the_folders_time_has_not_changed(tmp_path: Path) -> None:
+    """The clock of file systems is coarse: two changes within a few milliseconds have the same time."""
+    users = BrokerUsers(tmp_path)
+    users.make(["worker-w0"])
+    users.written()
+    users.changed()
+    assert not users.changed()
+    before = tmp_path.stat()
+    keys.kept(tmp_path, "worker-w1")
+    os.utime(tmp_path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert users.changed()

@@ -327,7 +327,7 @@ UPSTREAM = ("--upstream", "http://127.0.0.1:1")
     ("flags", "says"),
     [
         (["--engine", "transformers"], "needs --model DIR"),
-        (["--engine", "openai"], "needs --upstream URL"),
+        (["--engine", "openai"], "needs --upstreams FILE, or --upstream URL"),
         (["--model", "/nonexistent"], "does not exist"),
         (["--model", "."], "--model requires --engine transformers"),
         (["--upstream", "http://127.0.0.1:1"], "--upstream requires --engine openai"),
@@ -339,6 +339,11 @@ UPSTREAM = ("--upstream", "http://127.0.0.1:1")
         (
             ["--engine", "openai", "--model", ".", *UPSTREAM, *UPSTREAM, "--upstream-kv-events", "tcp://h:1"],
             "--upstream-kv-events is given 1 times, --upstream 2 times",
+        ),
+        (["--engine", "openai", "--upstreams", "/nonexistent"], "--upstreams: /nonexistent cannot be read"),
+        (
+            ["--upstreams", "/dev/null"],
+            "--upstreams: /dev/null:1: expected a mapping with the keys upstreams",
         ),
         (["--upstream-key-file", "k"], "--upstream-key-file requires --engine openai"),
         (
@@ -449,7 +454,7 @@ def test_a_data_directory_adds_to_the_environment_only_if_the_broker_is_the_same
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")])
 def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: Path) -> None:
     more = {"engine": "simulated", "workers": 1, "spares": 0, "ready_timeout": None, "nats_monitor": None}
-    args = argparse.Namespace(host=host, port=80, data=tmp_path, **more)
+    args = argparse.Namespace(host=host, port=80, data=tmp_path, upstreams=None, **more)
     assert FleetSupervisor(args).url == url
 
 

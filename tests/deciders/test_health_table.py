@@ -40,6 +40,7 @@ from events.codec import KINDS
 from events.decisions import HealthStatus
 from events.fact import Fact
 from events.observations import (
+    AdaptersChanged,
     BreakerMove,
     ChaosInjected,
     ExposureUnknown,
@@ -258,6 +259,7 @@ FACTS: dict[str, Make] = {
     ),
     "restart_requested": lambda w, i: RestartRequested(worker=w, instance=i, by="op"),
     "awaited": lambda w, i: awaited(w, i),
+    "adapters_changed": lambda w, i: AdaptersChanged(worker=w, instance=i, adapters=("sql",)),
     "left": lambda w, i: left(w, i),
     "left_at_once": lambda w, i: left(w, i, mode="immediate"),
     "request_failed_thrice": lambda w, i: request_failed(w, 3, instance=i),

@@ -4,16 +4,34 @@ python tests/docs/api_page.py
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import BaseModel
+
+from controller.frontend.openai.messages.models import (
+    IGNORED_BY_MESSAGES,
+    REFUSED_BY_MESSAGES,
+    MessagesBody,
+)
 from controller.frontend.openai.request_models import (
     IGNORED,
     REFUSED_BY_CHAT,
     REFUSED_BY_COMPLETIONS,
     ChatBody,
     CompletionBody,
+    Harmless,
+)
+from controller.frontend.openai.responses.models import (
+    IGNORED_BY_RESPONSES,
+    REFUSED_BY_RESPONSES,
+    ResponsesBody,
 )
 
+MESSAGES_BEGIN = "<!-- generated: messages (python tests/docs/api_page.py) -->"
+MESSAGES_END = "<!-- end of messages -->"
+RESPONSES_BEGIN = "<!-- generated: responses (python tests/docs/api_page.py) -->"
+RESPONSES_END = "<!-- end of responses -->"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 BEGIN = "<!-- generated: fields (python tests/docs/api_page.py) -->"
 END = "<!-- end of generated -->"
@@ -57,11 +75,31 @@ def _where(chat: bool, completions: bool) -> str:
     return "both" if chat and completions else "chat" if chat else "completions"
 
 
+def own_table(body: type[BaseModel], refused: Harmless, ignored: Mapping[str, str]) -> str:
+    """Return the fields of an API with one body: those that it obeys, refuses and ignores."""
+    lines = ["| field | result |", "|---|---|"]
+    lines += [f"| `{name}` | {field.description} |" for name, field in sorted(body.model_fields.items())]
+    for name, values in sorted(refused.items()):
+        lines.append(
+            f"| `{name}` | refused, except {', '.join(f'`{json.dumps(value)}`' for value in values)} |"
+        )
+    lines += [f"| `{name}` | ignored: {why} |" for name, why in sorted(ignored.items())]
+    return "\n".join(lines) + "\n"
+
+
 def renewed(page: str) -> str:
     """Return `page` with its tables generated again."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+    messages = own_table(MessagesBody, REFUSED_BY_MESSAGES, IGNORED_BY_MESSAGES)
+    responses = own_table(ResponsesBody, REFUSED_BY_RESPONSES, IGNORED_BY_RESPONSES)
+    for begin, end, made in (
+        (BEGIN, END, tables()),
+        (MESSAGES_BEGIN, MESSAGES_END, messages),
+        (RESPONSES_BEGIN, RESPONSES_END, responses),
+    ):
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n\n{made}\n{end}{after}"
+    return page
 
 
 if __name__ == "__main__":

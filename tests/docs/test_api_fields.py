@@ -5,7 +5,9 @@ import re
 from api_page import PAGE, renewed
 
 from controller.frontend.http.routes import ROUTES
+from controller.frontend.openai.messages.models import MessagesBody
 from controller.frontend.openai.request_models import ChatBody, CompletionBody
+from controller.frontend.openai.responses.models import ResponsesBody
 from controller.frontend.openai.tools.reasoning_formats import REASONING_FORMATS
 from controller.frontend.openai.tools.tool_formats import TOOL_FORMATS
 
@@ -21,7 +23,7 @@ def test_the_page_names_every_path() -> None:
 
 
 def test_every_field_has_a_description() -> None:
-    for model in (ChatBody, CompletionBody):
+    for model in (ChatBody, CompletionBody, MessagesBody, ResponsesBody):
         assert not [name for name, field in model.model_fields.items() if not field.description]
 
 

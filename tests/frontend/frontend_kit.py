@@ -260,6 +260,7 @@ async def _call_off(tasks: Collection[asyncio.Task[Any]]) -> None:
 @asynccontextmanager
 async def frontend(
     *workers: ScriptedWorker,
+    name: str = "f1",
     road: Road | None = None,
     tokens: ReadTokens = ready_tokens,
     live: bool = True,
@@ -279,9 +280,9 @@ async def frontend(
         traces.append(traceparent)
 
     chosen = FrontendSettings(port=0, **{"reroute_s": 10.0, "model_folders": "/", **settings})
-    plane = road.plane("f1")
+    plane = road.plane(name)
     first_of_equals = lambda: 0.0  # noqa: E731
-    world = World("f1", between(plane), observe, SystemClock(), first_of_equals)
+    world = World(name, between(plane), observe, SystemClock(), first_of_equals)
     director = Director(world, chosen)
     if live:
         director.go_live()

@@ -33,13 +33,13 @@ COUNT = st.integers(0, 4)
         min_size=1, max_size=4,
     ),
     st.integers(1, 5),
-    st.booleans(),
+    st.sampled_from([None, 1.0, 0.25]),
 )  # fmt: skip
 def test_the_costs_are_those_of_the_columns(
     pricing: Pricing,
     workers: list[tuple[int, int, int, float, bool, int]],
     blocks: int,
-    reported: bool,
+    reported: float | None,
 ) -> None:
     endpoints = [endpoint(f"w{n}", one[3], kv_events=one[4], dp=one[5]) for n, one in enumerate(workers)]
     names, slots, serial = list(range(1, blocks + 1)), ActiveSequences(), iter(range(100))
@@ -53,9 +53,10 @@ def test_the_costs_are_those_of_the_columns(
         if alone:
             slots.add(next(serial), holder, [100 + n], now=0.0, own_blocks=alone)
     prompt = ScoredPrompt(blocks * BLOCK + 3, BLOCK, names, Matches(found, found, found))
-    others = Links(external=lambda worker: Load(active_tokens=40)) if reported else None
+    others = Links(external=lambda worker: Load(active_tokens=40, weight=reported)) if reported else None
     candidates = Candidates.of(tuple(endpoints), slots)
     request = ScoringRequest(candidates, prompt, pricing, slots, others, 4.0, 0.5)
+    request.plane = others or Links(external=lambda worker: Load(weight=0.5))
     costs = request.costs_of_few()
     assert costs == pytest.approx(request.costs.tolist(), rel=1e-12)
     assert request.device == request.terms.device.tolist()

@@ -21,6 +21,7 @@ from controller.router.selection.filter import (
     NoneRoutable,
     NotServed,
     NoWorker,
+    cost,
 )
 from controller.router.selection.score import Pricing, ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode
@@ -195,3 +196,27 @@ def test_equal_workers_are_chosen_evenly_even_if_some_are_out(mode: Mode) -> Non
         choice = chooser.choose(among, ScoredPrompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random())
         counts[choice.endpoint.worker] += 1
     assert all(abs(count - 400) < 60 for count in counts.values()), counts
+
+
+@pytest.mark.parametrize("mode", [Mode.ROUND_ROBIN, Mode.RANDOM])
+@pytest.mark.parametrize("replica_sync", [False, True])
+def test_a_worker_gets_requests_in_proportion_to_the_weight_that_it_reports(
+    mode: Mode, replica_sync: bool
+) -> None:
+    endpoints, shares = [endpoint(f"w{n}") for n in range(3)], {"w0": 1.0, "w1": 1.0, "w2": 0.25}
+    plane = Links(external=lambda worker: Load(weight=shares[worker]))
+    among, chooser = Filter(endpoints, rules(plane)), Chooser(ActiveSequences(), plane)
+    counts, dice = dict.fromkeys(shares, 0), Random(1)
+    others = None if replica_sync else plane
+    for _ in range(900):
+        choice = chooser.choose(
+            among, ScoredPrompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random(), others=others
+        )
+        counts[choice.endpoint.worker] += 1
+    assert counts["w2"] == pytest.approx(100, abs=25)
+    assert counts["w0"] == pytest.approx(counts["w1"], abs=75)
+
+
+def test_the_cost_of_a_worker_grows_as_its_reported_weight_shrinks() -> None:
+    one = endpoint("w0")
+    assert cost(one, Load(running=1, weight=0.25)) == 4 * cost(one, Load(running=1))

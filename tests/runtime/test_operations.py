@@ -260,7 +260,7 @@ async def test_the_status_has_the_documented_keys() -> None:
     (worker,) = status["workers"]
     assert list(worker) == [
         "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "reasons", "held", "spare", "place",
-        "lingers", "in_flight", "last_canary",
+        "lingers", "in_flight", "last_canary", "adapters",
     ]  # fmt: skip
     assert (worker["health"], worker["breaker"], worker["weight"]) == ("HEALTHY", "closed", 1.0)
     assert worker["in_flight"] == 3

@@ -17,7 +17,8 @@ from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, Wor
 from events.process.presence import present
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
-from workers.runtime import Alone, FleetLinks, end_after
+from workers.fleet_links import FleetLinks
+from workers.runtime import Alone, end_after
 from workers.shutdown import Stop, budget_s
 from workers.worker import WorkerDeadlines
 

@@ -9,6 +9,7 @@ OpenAI's API does not have. `text` knows only text.
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +35,18 @@ def spelled(word: str) -> list[int]:
 
 
 @dataclass
+class OtherPath:
+    """The server's behaviour at a path other than completions."""
+
+    pieces: list[bytes]  # of the body, each written alone
+    status: int = 200
+    media: str = "application/json"
+    breaks: bool = False  # the connection breaks after the pieces
+    hangs: bool = False  # nothing follows the pieces until `Upstream.release`
+    retry_after: str = ""
+
+
+@dataclass
 class Upstream:
     """The server's behaviour. `fault` affects every completion after `after` good tokens, except probes."""
 
@@ -48,7 +61,9 @@ class Upstream:
     defaults: dict[str, Any] = field(default_factory=dict)  # for what a request omits
     model: str = "up"
     root: str = ""  # of its weights, if it reports one
-    names: tuple[str, ...] = ()  # further names of the same weights; it also lists an adapter of them
+    names: tuple[str, ...] = ()  # further names of the same weights
+    adapters: tuple[str, ...] = ()  # LoRA adapters that are loaded
+    sglang: bool = False  # it selects an adapter by `lora_path`, and ignores `model`
     version: str = "0.32.0"  # empty: it cannot be read now
     retry_after: str = ""  # with each `http_` fault, if set
     listings: int = 0  # times that its models were listed
@@ -56,6 +71,7 @@ class Upstream:
     denials: int = 0  # requests without its key
     weights: str = ""  # servers with equal weights give equal answers, whatever their names
     key: str = ""  # the required key; empty: none
+    headers: list[dict[str, str]] = field(default_factory=list)  # of each completion
     denied: int = 401  # the status without it
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # the client address of each body
@@ -80,9 +96,13 @@ class Upstream:
     abandoned: int = 0  # streams abandoned by their reader
     url: str = ""
     release: asyncio.Event = field(default_factory=asyncio.Event)  # ends a stall
+    others: dict[str, OtherPath] = field(default_factory=dict)  # by path
+    generates: bool = True  # whether it has /v1/completions
+    documented: bool = True  # whether it lists its paths at /openapi.json
+    passed_on: list[tuple[str, str, bytes]] = field(default_factory=list)  # path, media type and body
     _runner: web.AppRunner | None = None
 
-    async def start(self, port: int = 0) -> "Upstream":
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> "Upstream":
         app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=[self._guard])
         app.add_routes(
             [
@@ -93,13 +113,15 @@ class Upstream:
                 web.get("/get_server_info", self._info),
                 web.get("/v1/models", self._models),
                 web.post("/v1/completions", self._completions),
+                web.get("/openapi.json", self._openapi),
+                web.post("/{path:.+}", self._other),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port or free_port())
+        site = web.TCPSite(self._runner, "127.0.0.1", port or free_port(), ssl_context=tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def stop(self) -> None:
@@ -122,6 +144,36 @@ class Upstream:
             await self.release.wait()
         return web.Response(status=200 if self.healthy else 503)
 
+    async def _openapi(self, request: web.Request) -> web.Response:
+        if not self.documented:
+            raise web.HTTPNotFound
+        own = ["/sleep", "/v1/completions"] if self.generates else ["/sleep"]
+        return web.json_response({"paths": {path: {} for path in (*own, *self.others)}})
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        self.passed_on.append((request.path, request.headers.get("Content-Type", ""), await request.read()))
+        self.traces.append(request.headers.get("traceparent"))
+        known = self.others.get(request.path)
+        if known is None:
+            raise web.HTTPNotFound
+        headers = {"Content-Type": known.media} | (
+            {"Retry-After": known.retry_after} if known.retry_after else {}
+        )
+        response = web.StreamResponse(status=known.status, headers=headers)
+        await response.prepare(request)
+        try:
+            for piece in known.pieces:
+                await response.write(piece)
+                await asyncio.sleep(0.005)  # so that the pieces arrive apart
+            if known.hangs:
+                await self.release.wait()
+        except (asyncio.CancelledError, ConnectionError):
+            self.abandoned += 1
+            raise
+        if known.breaks and request.transport is not None:
+            request.transport.abort()
+        return response
+
     async def _version(self, request: web.Request) -> web.Response:
         if self.manner != "vllm":
             raise web.HTTPNotFound
@@ -142,6 +194,7 @@ class Upstream:
     async def _models(self, request: web.Request) -> web.Response:
         self.listings += 1
         about: dict[str, Any] = {"id": self.model, "object": "model", "created": self.listings}
+        about["owned_by"] = "sglang" if self.sglang else "vllm"
         if self.root:
             about["root"] = self.root
         if self.manner == "vllm":
@@ -149,12 +202,16 @@ class Upstream:
         else:
             about["meta"] = {"n_ctx": self.context} | ({"size": self.size} if self.size else {})
         further = [{**about, "id": name} for name in self.names]
-        adapters = [{**about, "id": "adapter", "parent": self.model}] if further else []
+        adapters = [{**about, "id": name, "root": f"/{name}", "parent": self.model} for name in self.adapters]
         return web.json_response({"object": "list", "data": [about, *further, *adapters]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        if not self.generates:
+            raise web.HTTPNotFound
         body = await request.json()
-        if body["model"] != self.model:
+        if self.sglang and body.get("lora_path") not in (None, *self.adapters):
+            return web.json_response({"error": {"message": "the adapter was never loaded"}}, status=400)
+        if not self.sglang and body["model"] not in (self.model, *self.adapters):
             return web.json_response({"error": {"message": "the model does not exist"}}, status=404)
         if refusal := self._refusal(body):
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
@@ -196,6 +253,7 @@ class Upstream:
             raise AssertionError("vLLM's engine dies of a handle of fewer tokens")
         self.bodies.append(body)
         self.traces.append(request.headers.get("traceparent"))
+        self.headers.append(dict(request.headers))
         self.peers.append(request.transport and request.transport.get_extra_info("peername"))
         if self.fault.startswith("http_"):
             status = int(self.fault[5:])
@@ -289,11 +347,16 @@ class Upstream:
             logprobs=max(1, body.get("logprobs", 0)),
             **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
         )
-        scheduler = Scheduler(EngineShape(model=self.model + self.weights, context_tokens=self.context))
+        scheduler = Scheduler(EngineShape(model=self.weights_of(body), context_tokens=self.context))
         # A server cannot distinguish a prompt from replayed tokens; this double must know them for penalties.
         scheduler.submit(1, Generate(1, "r", tokens, body.get("prompt_tokens", len(tokens)), sampling))
         while not scheduler.plan().idle:
             yield from (chunk for _, chunk in scheduler.step())
+
+    def weights_of(self, body: dict[str, Any]) -> str:
+        """Return the name of the weights that answer a request: those of the model, or also of an adapter."""
+        named = body.get("lora_path", self.model) if self.sglang else body["model"]
+        return self.model + self.weights + (named if named in self.adapters else "")
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], answer: list[Chunk]
@@ -363,6 +426,10 @@ class Upstream:
                     await response.write(b": keep-alive\n\n")
                     self.comments += 1
                     await asyncio.sleep(0.01)  # the interval of the pings
+            case "flood":
+                while not self.release.is_set():
+                    await response.write(b": keep-alive\n\n" * 4096)
+                    self.comments += 4096
             case "stall":
                 await self.release.wait()
             case _:

@@ -21,6 +21,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from events.journal.counters import ObservedJournal
+from events.json_types import Json
 from events.process.admin_guard import own_hosts, refusal
 from events.process.exposition import LARGE_BYTES, LabelSets, packed, written
 from events.wire import ERRORS, Load
@@ -446,10 +447,12 @@ async def serve(
     port: int,
     generate: Callable[[Iterable[Metric], LabelSets], bytes] = written,
     journal: ObservedJournal | None = None,
+    upstreams: Callable[[], Json] | None = None,
 ) -> tuple[Pages, str]:
     """Open the admin port, and return its server and URL. Raise OSError if the port cannot be bound.
 
-    `stopping` returns whether the process is shutting down. `generate` renders metric families as text.
+    `stopping` returns whether the process is shutting down. `generate` renders metric families as text. `upstreams` returns the
+    body of /upstreams, for a process with a file of upstreams.
     """
 
     async def metrics() -> PageAnswer:
@@ -464,8 +467,13 @@ async def serve(
         return PageAnswer(b"".join(parts), CONTENT_TYPE_LATEST)
 
     live = PageAnswer(b'{"status":"live"}')
-    pages = Pages(
-        {"/health": lambda: health(workers, stopping()), "/live": lambda: live, "/metrics": metrics}
-    )
+    paths: dict[str, Page] = {
+        "/health": lambda: health(workers, stopping()),
+        "/live": lambda: live,
+        "/metrics": metrics,
+    }
+    if upstreams is not None:
+        paths["/upstreams"] = lambda: PageAnswer(msgspec.json.encode(upstreams()))
+    pages = Pages(paths)
     bound = await pages.start(host, port)
     return pages, f"http://{host}:{bound}"

@@ -48,6 +48,7 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         threads: transformers: CPU threads per step
     Upstream
         upstream: openai: URL of the server, for example http://127.0.0.1:8000
+        upstreams: openai: YAML file that lists servers, with one worker for each in this process; edits take effect at once
         upstream_key: openai: API key of the upstream, if it needs one
         upstream_key_file: openai: file with the upstream's API key; read again while the worker waits for the upstream
         upstream_identity_s: openai: seconds between reads of the upstream's identity; a change starts a new life of the worker
@@ -120,6 +121,7 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
     threads: Count | None = None
     # Upstream
     upstream: str = ""
+    upstreams: Path | None = None
     upstream_key: str = ""
     upstream_key_file: str = ""
     upstream_identity_s: PositiveSeconds = 10.0

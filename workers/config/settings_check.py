@@ -31,6 +31,7 @@ DYNAMO = {
     "DYN_ENGINE_REQUEST_LIMIT": "engine_request_limit",
     "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "request_queue_limit",
 }  # Dynamo's variables for settings of Holdfast, which apply only if Holdfast's own variable is not set
+UPSTREAMS_NAME = "upstreams"  # default name of a process with a file of upstreams
 WILDCARDS = ("0.0.0.0", "::", "")
 PORT_MAX = 65_535
 _PLAIN = SimulatedSettings()
@@ -56,6 +57,8 @@ def load_settings(
         fleet = _fleet(Path(str(given["data"])))
         given["nats_url"] = str(fleet.get("nats_url", ""))
         given.setdefault("fleet_key_file", str(fleet.get("fleet_key_file", "")))
+    if given.get("upstreams"):
+        given = {"name": UPSTREAMS_NAME, "engine": "openai", **given}
     called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
     settings = WorkerSettings(**convert_settings(given, called))
     check(settings)
@@ -90,6 +93,8 @@ def with_broker_user(settings: WorkerSettings) -> WorkerSettings:
 
     Raise BadBrokerUrl for an invalid URL, and OSError if the key cannot be written.
     """
+    if settings.upstreams is not None:
+        return settings  # each of its workers has an account
     name = worker_user(settings.name, settings.count)
     folder = urls.keys(settings.nats_url)
     if folder is not None and folder.is_relative_to(settings.data.resolve()):
@@ -215,9 +220,11 @@ def _simulated(s: WorkerSettings) -> Rules:
 
 def _openai(s: WorkerSettings) -> Rules:
     only, key_file = "only the openai engine has an upstream", s.upstream_key_file
-    if s.engine == "openai":
+    if s.upstreams is not None:
+        yield from _upstreams(s, s.upstreams)
+    elif s.engine == "openai":
         no_url = not s.upstream.startswith(("http://", "https://"))
-        needed = "the openai engine requires the URL of a server (http://...)"
+        needed = "the openai engine requires the URL of a server (http://...), or upstreams, a file that lists servers"
         yield no_url, f"upstream = {s.upstream!r}: {needed}"
         needed = "the openai engine requires the directory of its model's tokenizer (tokenizer.json)"
         yield not Path(s.model, "tokenizer.json").is_file(), f"model = {s.model!r}: {needed}"
@@ -231,17 +238,45 @@ def _openai(s: WorkerSettings) -> Rules:
     events, replays = endpoints(s.upstream_kv_events), endpoints(s.upstream_kv_replay)
     yield events and s.engine != "openai", f"upstream_kv_events = {s.upstream_kv_events!r}: {only}"
     for one in (*events, *replays):
-        found = _ENDPOINT.fullmatch(one)
-        wrong = found is None or int(found["port"] or 1) not in range(1, PORT_MAX + 1)
-        yield wrong, f"upstream_kv_events, upstream_kv_replay: {one!r} is not an endpoint (tcp://host:5557)"
+        why = endpoint_error(one)
+        yield why, f"upstream_kv_events, upstream_kv_replay: {why}"
     counts = f"upstream_kv_replay has {len(replays)} endpoints, upstream_kv_events {len(events)}"
     yield replays and len(replays) != len(events), f"{counts}: set one for each"
+
+
+LISTED = (
+    "upstream", "upstream_key", "upstream_key_file", "upstream_kv_events", "upstream_kv_replay", "revision", "port", "spare",
+    "batch_max", "waiting_max",
+)  # fmt: skip
+"""Settings of one worker, which a process with a file of upstreams cannot have."""
+
+
+def _upstreams(s: WorkerSettings, file: Path) -> Rules:
+    yield s.engine != "openai", f"upstreams = '{file}': only the openai engine has upstreams"
+    for name in LISTED:
+        given = getattr(s, name)
+        yield (
+            given,
+            f"{name} = {given!r}: a process with a file of upstreams has many workers; set it in the file",
+        )
+    no_tokenizer = s.model and not Path(s.model, "tokenizer.json").is_file()
+    yield (
+        no_tokenizer,
+        f"model = {s.model!r}: requires the directory of the upstreams' tokenizer (tokenizer.json)",
+    )
 
 
 def _transformers(s: WorkerSettings) -> Rules:
     if s.engine == "transformers":
         needed = "the transformers engine requires a model directory (config.json)"
         yield not Path(s.model, "config.json").is_file(), f"model = {s.model!r}: {needed}"
+
+
+def endpoint_error(endpoint: str) -> str:
+    """Return why a text is not a ZeroMQ endpoint; "" if it is one."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    good = found is not None and int(found["port"] or 1) in range(1, PORT_MAX + 1)
+    return "" if good else f"{endpoint!r} is not an endpoint (tcp://host:5557)"
 
 
 def endpoints(text: str) -> list[str]:

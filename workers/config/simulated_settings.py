@@ -35,6 +35,7 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
         preemption: simulated: which request is preempted when KV blocks run out
         reasoning: simulated: reasoning before answers: start_thinking_token_id, end_thinking_token_id, thinking_ratio
         fatal_tokens: simulated: comma-separated token ids; a prompt that contains this sequence crashes the process
+        adapters: simulated: comma-separated names of LoRA adapters; each changes the tokens of answers
     KV cache and transfer
         prefix_caching: keep and share full KV blocks (openai: the upstream decides)
         evictor: simulated: which unused KV block is evicted first
@@ -61,6 +62,7 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     preemption: Literal["newest", "oldest"] = "newest"
     reasoning: str = ""
     fatal_tokens: str = ""
+    adapters: str = ""
     # KV cache and transfer
     prefix_caching: bool = True
     evictor: Literal["lru", "multi-lru", "lineage"] = "lru"

@@ -1,4 +1,4 @@
-"""Registers a worker with the fleet, sends its heartbeats, and checks that its name is free.
+"""Registers a worker, reports its adapters, sends its heartbeats, and checks that its name is free.
 
     engine.start … ── the engine waits ──▶ WorkerAwaited ── another reason, or two minutes ──▶ WorkerAwaited …
 
@@ -27,7 +27,7 @@ from events.errors import HoldfastError
 from events.journal.port import JournalReports
 from events.nats.bus import Body, Bus, Subscription
 from events.nats.connection import DISCONNECTED
-from events.observations import Topology, WorkerAwaited, WorkerJoined, WorkerLeft, canary_key
+from events.observations import AdaptersChanged, Topology, WorkerAwaited, WorkerJoined, WorkerLeft, canary_key
 from workers.config.settings import WorkerConfig
 from workers.engines.engine import Engine
 from workers.migration.trust import CONVICTED
@@ -35,7 +35,7 @@ from workers.output import layout
 from workers.server import WorkerServer
 
 POLL_S = 0.1
-# minimum time between facts with different reasons, so that a flapping reason causes few facts
+# minimum time between facts with different reasons or adapters, so that a flapping server causes few facts
 CHANGE_INTERVAL_S = 10.0
 REPEAT_S = 120.0  # repetition interval of the same reason; the fleet forgets the worker after ten minutes without a fact
 BEAT_S = 1.0
@@ -118,6 +118,31 @@ class WaitReport:
         """
         if self._reported is not None:
             self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
+
+
+class AdapterReport:
+    """Records on the journal which LoRA adapters the engine has, after the registration and whenever they change."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine, journal: JournalReports) -> None:
+        self._about = {"worker": config.name, "instance": config.instance}
+        self._engine = engine
+        self._journal = journal
+        self._reported: tuple[str, ...] = ()
+        self._reported_at = float("-inf")  # in loop time
+
+    def registered(self, adapters: tuple[str, ...]) -> None:
+        """Note the adapters of the worker's registration, so that only later changes are recorded."""
+        self._reported = adapters
+
+    def look(self, now: float) -> None:
+        """Record the engine's adapters if they have changed. `now` is the loop time in seconds.
+
+        Two records are at least CHANGE_INTERVAL_S (10) seconds apart.
+        """
+        adapters = self._engine.identity.adapters
+        if adapters != self._reported and now - self._reported_at >= CHANGE_INTERVAL_S:
+            self._reported, self._reported_at = adapters, now
+            self._journal.observe(AdaptersChanged(**self._about, adapters=adapters))
 
 
 class NameTaken(HoldfastError):

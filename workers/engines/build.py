@@ -3,11 +3,22 @@
 Each engine's module is imported only when that engine is used, because torch takes seconds to import, and aiohttp 0.2 s.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workers.config.settings import WorkerSettings, non_null
 from workers.config.settings_check import endpoints
+from workers.config.upstream_route import LiveSettings, UpstreamRoute
 from workers.engines.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamEngine:
+    """An openai engine with its limits, and the function that changes its settings while it runs."""
+
+    engine: Engine
+    adjust: Callable[[LiveSettings], None]
 
 
 def build_engine(settings: WorkerSettings) -> Engine:
@@ -15,7 +26,19 @@ def build_engine(settings: WorkerSettings) -> Engine:
 
     The engine is not started yet. Raise HoldfastError if the engine cannot be built.
     """
-    engine = _engine(settings)
+    return _limited(_engine(settings), settings)
+
+
+def build_upstream_engine(settings: WorkerSettings, route: UpstreamRoute, weight: float) -> UpstreamEngine:
+    """Return the engine of one of many upstreams of a process, which can be adjusted while it runs.
+
+    `weight` is its share of requests, compared with an upstream of weight 1.
+    """
+    inner = _openai(settings, route, weight)
+    return replace(inner, engine=_limited(inner.engine, settings))
+
+
+def _limited(engine: Engine, settings: WorkerSettings) -> Engine:
     if settings.adaptive_batch:
         from workers.engines.admission import AdaptiveEngine
 
@@ -34,18 +57,20 @@ def _engine(settings: WorkerSettings) -> Engine:
 
             return build_simulated(settings)
         case "openai":
-            return _openai(settings)
+            return _openai(settings).engine
         case "transformers":
             return _transformers(settings)
 
 
-def _openai(settings: WorkerSettings) -> Engine:
+def _openai(
+    settings: WorkerSettings, route: UpstreamRoute | None = None, weight: float = 1.0
+) -> UpstreamEngine:
     from workers.engines.openai.engine import OpenAIEngine
     from workers.engines.openai.identity import UpstreamSettings
     from workers.engines.openai.upstream_reports import AccountTimes
 
     found = non_null(settings, "context_tokens", "batch_max", "waiting_max", "kv_blocks", "block_tokens")
-    return OpenAIEngine(
+    engine = OpenAIEngine(
         UpstreamSettings(
             url=settings.upstream,
             key=settings.upstream_key,
@@ -59,9 +84,12 @@ def _openai(settings: WorkerSettings) -> Engine:
             revision=settings.revision or "unknown",
             kv_events=endpoints(settings.upstream_kv_events),
             kv_replays=endpoints(settings.upstream_kv_replay),
+            route=route or UpstreamRoute(),
+            weight=weight,
             **found,
         )
     )
+    return UpstreamEngine(engine, engine.adjust)
 
 
 def _transformers(settings: WorkerSettings) -> Engine:

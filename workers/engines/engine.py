@@ -5,7 +5,7 @@ a thread, on another server, or in short callbacks. The output of a step is deli
 frame per step. One call may deliver the outputs of several steps, in step order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -76,6 +76,10 @@ class EngineIdentity:
     waiting_max: int | None = None  # requests that may wait while the running batch is full; None: unlimited
     server: str = ""  # host and port of the server that runs the model; empty: this process runs the model
     lineage: str = ""  # the server's reports on its weights and on how it computes; empty: none were reported
+    paths: tuple[str, ...] = ()  # HTTP paths of the server to which clients' requests can be passed on
+    adapters: tuple[
+        str, ...
+    ] = ()  # names of its LoRA adapters; the only field that changes while the engine runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +263,16 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Stop running steps, and free all resources of the engine within a few seconds."""
+
+
+def lacks_adapter(request: Generate, adapters: Collection[str]) -> str:
+    """Return the error for a request with an adapter that this engine does not have now; empty if it can use the adapter.
+
+    The error makes the frontend send the request to another worker.
+    """
+    if not request.adapter or request.adapter in adapters:
+        return ""
+    return "not_serving: this worker does not have the adapter of the request"
 
 
 def validate_request(request: Generate, context: int, vocabulary: int) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from events.broker_users import ROLES, workers_of
 from events.nats import keys
 from events.permissions import BrokerUser
 from events.subjects import token
+
+SETTLED_NS = 1_000_000_000
 
 
 class BrokerUsers:
@@ -72,7 +75,9 @@ class BrokerUsers:
         """Return whether seeds were added, removed or changed since `written` last returned the configuration."""
         with contextlib.suppress(OSError):
             changed_at = self.folder.stat().st_mtime_ns
-            if changed_at != self._looked:
+            # a later change can have the same time, because the clock of file systems is coarse
+            recent = time.time_ns() - changed_at < SETTLED_NS  # noqa: TID251 (compared with a file's time)
+            if changed_at != self._looked or recent:
                 self._looked = changed_at
                 return self._look() != self._seen
         return False

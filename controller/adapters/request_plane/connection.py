@@ -65,12 +65,14 @@ class ReportedLoad:
 def without(load: Load, own: int) -> Load:
     """Return a load without canaries and without `own` requests of this client.
 
-    The number of tokens is an estimate, which assumes that all requests have equally many tokens.
+    The number of tokens is an estimate, which assumes that all requests have equally many tokens. A weight outside 0 to 1 counts
+    as 1, so that no worker can attract more requests than others.
     """
     whole = load.running + load.waiting - load.canaries
     others = max(0, whole - own)
     tokens = load.active_tokens * others // whole if whole > 0 else 0
-    return Load(running=others, active_tokens=tokens, closed_s=load.closed_s)
+    weight = load.weight if 0.0 < load.weight <= 1.0 else 1.0
+    return Load(running=others, active_tokens=tokens, closed_s=load.closed_s, weight=weight)
 
 
 class FrameBudget:

@@ -5,6 +5,7 @@
 #    source ~/.local/share/bash_completion/holdfast
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
+_shtab_holdfast_upstream_subparsers=(add remove pause resume list)
 _shtab_holdfast_replay_subparsers=(timeline at why report what-if verify rebuild)
 _shtab_holdfast_journal_subparsers=(inspect quarantine)
 _shtab_holdfast_golden_subparsers=(list record approve retire export import)
@@ -14,9 +15,9 @@ _shtab_holdfast_nats_subparsers=(permissions reader)
 _shtab_holdfast_webhooks_subparsers=(test dead resend)
 _shtab_holdfast_trace_subparsers=(analyze synthesize fit replay)
 _shtab_holdfast_model_subparsers=(tiny)
-_shtab_holdfast_subparsers=(up demo status top events drain resume route move restart chaos replay request journal golden fleet database nats webhooks simulate trace plan cost scale profile model settings scrape-config completion controller projector planner notifier frontend worker)
+_shtab_holdfast_subparsers=(up demo status top events drain resume route move restart chaos upstream reload replay request journal golden fleet database nats webhooks simulate trace plan cost scale profile model settings scrape-config completion controller projector planner notifier frontend worker)
 
-_shtab_holdfast_up_option_strings=(-h --help --data --config --workers --spares --spare-threshold --spares-on-return --workers-per-process --engine --model --upstream --upstream-key-file --revision --upstream-kv-events --upstream-kv-replay --ready-timeout --host --port --frontends --itl-ms --request-plane --planner-mode --observability --nats-monitor --canary-interval --breaker-wait --breaker-backoff --api-key-file --insecure --no-insecure --tls-cert --tls-key --admin-key-file --console-actions --no-console-actions --cors-origins --model-aliases --tool-call-parsers --reasoning-parsers --migration-limit --migration-max-seq-len --on-corruption --admission-control --ttft-deadlines --park --no-park --park-s --active-decode-blocks-threshold --active-prefill-tokens-threshold --active-prefill-tokens-threshold-frac --overload-status-code --model-folders --first-token-timeout --first-token-timeout-per-1k --early-head --stall-pace-factor --stall-floor-s --stall-ceiling-s --slo-throughput --slo-ttft-ms --slo-tpot-ms --max-batch-size --priority-tiers --tier-default --router-mode --router-temperature --router-kv-overlap-score-credit --router-kv-overlap-score-credit-decay --router-prefill-load-scale --router-decode-active-request-weight --router-active-request-tokens --router-recent-prefill-weight --router-host-cache-hit-weight --router-disk-cache-hit-weight --router-kv-events --no-router-kv-events --kv-events --no-kv-events --router-ttl-secs --router-replica-sync --no-router-replica-sync --router-track-active-blocks --no-router-track-active-blocks --router-track-output-blocks --no-router-track-output-blocks --router-track-prefill-tokens --no-router-track-prefill-tokens --router-prefill-load-model --router-assume-kv-reuse --no-router-assume-kv-reuse --router-queue-prefill-s --journal-max-bytes --journal-max-age --webhook --webhook-kinds --webhook-template --webhook-secret-file --accept-journal --chaos --help-all)
+_shtab_holdfast_up_option_strings=(-h --help --data --config --workers --spares --spare-threshold --spares-on-return --workers-per-process --engine --model --upstream --upstreams --upstream-key-file --revision --upstream-kv-events --upstream-kv-replay --ready-timeout --host --port --frontends --itl-ms --request-plane --planner-mode --observability --nats-monitor --canary-interval --breaker-wait --breaker-backoff --api-key-file --insecure --no-insecure --tls-cert --tls-key --admin-key-file --console-actions --no-console-actions --cors-origins --model-aliases --tool-call-parsers --reasoning-parsers --migration-limit --migration-max-seq-len --on-corruption --admission-control --ttft-deadlines --park --no-park --park-s --active-decode-blocks-threshold --active-prefill-tokens-threshold --active-prefill-tokens-threshold-frac --overload-status-code --model-folders --first-token-timeout --first-token-timeout-per-1k --early-head --stall-pace-factor --stall-floor-s --stall-ceiling-s --slo-throughput --slo-ttft-ms --slo-tpot-ms --max-batch-size --priority-tiers --tier-default --router-mode --router-temperature --router-kv-overlap-score-credit --router-kv-overlap-score-credit-decay --router-prefill-load-scale --router-decode-active-request-weight --router-active-request-tokens --router-recent-prefill-weight --router-host-cache-hit-weight --router-disk-cache-hit-weight --router-kv-events --no-router-kv-events --kv-events --no-kv-events --router-ttl-secs --router-replica-sync --no-router-replica-sync --router-track-active-blocks --no-router-track-active-blocks --router-track-output-blocks --no-router-track-output-blocks --router-track-prefill-tokens --no-router-track-prefill-tokens --router-prefill-load-model --router-assume-kv-reuse --no-router-assume-kv-reuse --router-queue-prefill-s --journal-max-bytes --journal-max-age --webhook --webhook-kinds --webhook-template --webhook-secret-file --accept-journal --chaos --help-all)
 _shtab_holdfast_demo_option_strings=(-h --help --data --seconds --trace --speedup --engine --model --router-mode --router-temperature --router-kv-overlap-score-credit --router-kv-overlap-score-credit-decay --router-prefill-load-scale --router-decode-active-request-weight --router-active-request-tokens --router-recent-prefill-weight --router-host-cache-hit-weight --router-disk-cache-hit-weight --router-kv-events --no-router-kv-events --kv-events --no-kv-events --router-ttl-secs --router-replica-sync --no-router-replica-sync --router-track-active-blocks --no-router-track-active-blocks --router-track-output-blocks --no-router-track-output-blocks --router-track-prefill-tokens --no-router-track-prefill-tokens --router-prefill-load-model --router-assume-kv-reuse --no-router-assume-kv-reuse --router-queue-prefill-s --keep)
 _shtab_holdfast_status_option_strings=(-h --help --data -o --output -w --watch)
 _shtab_holdfast_top_option_strings=(-h --help --data --every --once)
@@ -27,6 +28,13 @@ _shtab_holdfast_route_option_strings=(-h --help --data --explain --model --promp
 _shtab_holdfast_move_option_strings=(-h --help --data --to)
 _shtab_holdfast_restart_option_strings=(-h --help --data --rolling --within)
 _shtab_holdfast_chaos_option_strings=(-h --help --data --for --rank)
+_shtab_holdfast_upstream_add_option_strings=(-h --help --model --key-file --revision --zone --proxy --ca-file --cert-file --cert-key-file --server-name --discover --no-verify --weight --within --file)
+_shtab_holdfast_upstream_remove_option_strings=(-h --help --within --file)
+_shtab_holdfast_upstream_pause_option_strings=(-h --help --within --file)
+_shtab_holdfast_upstream_resume_option_strings=(-h --help --within --file)
+_shtab_holdfast_upstream_list_option_strings=(-h --help -o --output --file)
+_shtab_holdfast_upstream_option_strings=(-h --help --data)
+_shtab_holdfast_reload_option_strings=(-h --help --data --within)
 _shtab_holdfast_replay_timeline_option_strings=(-h --help -o --output --incident --worker --request --since --all)
 _shtab_holdfast_replay_at_option_strings=(-h --help -o --output)
 _shtab_holdfast_replay_why_option_strings=(-h --help -o --output)
@@ -81,7 +89,7 @@ _shtab_holdfast_projector_option_strings=(-h --help --data --config --name --nat
 _shtab_holdfast_planner_option_strings=(-h --help --data --config --name --nats-url --database-url --mode --every-s --lost-after-s --repeat-s --hook-command --hook-url --hook-token-file --hook-ca-file --hook-timeout-s --admin-host --admin-port --help-all)
 _shtab_holdfast_notifier_option_strings=(-h --help --data --config --name --nats-url --database-url --webhooks --fleet --runbooks-url --console-url --timeout-s --tries-max --hold-s --wait-min-s --wait-max-s --allow-link-local --no-allow-link-local --admin-host --admin-port --help-all)
 _shtab_holdfast_frontend_option_strings=(-h --help --data --config --name --nats-url --database-url --fleet-key-file --host --port --api-key-file --insecure --no-insecure --tls-cert --tls-key --admin-host --admin-port --admin-key-file --admin-api --no-admin-api --console --no-console --console-actions --no-console-actions --cors-origins --model-aliases --tool-call-parsers --reasoning-parsers --migration-limit --migration-max-seq-len --on-corruption --reroute-s --grace-s --retry-after-s --admission-control --ttft-deadlines --park --no-park --park-s --active-decode-blocks-threshold --active-prefill-tokens-threshold --active-prefill-tokens-threshold-frac --overload-status-code --request-plane --static --static-tokenizer --model-folders --router-mode --router-temperature --router-kv-overlap-score-credit --router-kv-overlap-score-credit-decay --router-prefill-load-scale --router-decode-active-request-weight --router-active-request-tokens --router-recent-prefill-weight --router-host-cache-hit-weight --router-disk-cache-hit-weight --router-kv-events --no-router-kv-events --kv-events --no-kv-events --router-ttl-secs --router-replica-sync --no-router-replica-sync --router-track-active-blocks --no-router-track-active-blocks --router-track-output-blocks --no-router-track-output-blocks --router-track-prefill-tokens --no-router-track-prefill-tokens --router-prefill-load-model --router-assume-kv-reuse --no-router-assume-kv-reuse --router-queue-prefill-s --first-token-timeout --first-token-timeout-per-1k --early-head --stall-pace-factor --stall-floor-s --stall-ceiling-s --stall-sweep-s --help-all)
-_shtab_holdfast_worker_option_strings=(-h --help --config --name --name-check-s --instance --count --num-workers --stagger-delay --data --nats-url --fleet-key-file --spare --no-spare --migration-limit --die-with-parent --no-die-with-parent --engine --model --revision --ready-timeout --tp --device --dtype --threads --upstream --upstream-key --upstream-key-file --upstream-identity-s --upstream-retry-after-max-s --upstream-silent-s --upstream-kv-events --upstream-kv-replay --context-tokens --max-model-len --batch-max --max-num-seqs --waiting-max --prefill-tokens-max --max-num-batched-tokens --engine-request-limit --request-queue-limit --adaptive-batch --no-adaptive-batch --kv-events --no-kv-events --kv-transport --kv-blocks --num-gpu-blocks-override --kv-block-bytes --block-tokens --block-size --nvlink-domain --rail --prefix-caching --no-prefix-caching --enable-prefix-caching --no-enable-prefix-caching --evictor --host-kv-blocks --disk-kv-blocks --kv-bytes-per-token --kv-transfer-bandwidth --host-gb-per-s --disk-gb-per-s --host --advertise --port --request-plane --connections-max --connections-per-address-max --gpus --watch-only --no-watch-only --engine-pid --itl-ms --prefill-tokens-per-s --extra-engine-args --engine-type --perf-model --planner-profile-data --speedup-ratio --decode-speedup-ratio --dp-size --data-parallel-size --startup-s --startup-time --chunked-prefill --no-chunked-prefill --enable-chunked-prefill --no-enable-chunked-prefill --watermark --preemption --reasoning --fatal-tokens --grace-s --orchestrator-grace-s --pre-stop --second-signal --graceful-shutdown --no-graceful-shutdown --admin-port --chaos --no-chaos --help-all)
+_shtab_holdfast_worker_option_strings=(-h --help --config --name --name-check-s --instance --count --num-workers --stagger-delay --data --nats-url --fleet-key-file --spare --no-spare --migration-limit --die-with-parent --no-die-with-parent --engine --model --revision --ready-timeout --tp --device --dtype --threads --upstream --upstreams --upstream-key --upstream-key-file --upstream-identity-s --upstream-retry-after-max-s --upstream-silent-s --upstream-kv-events --upstream-kv-replay --context-tokens --max-model-len --batch-max --max-num-seqs --waiting-max --prefill-tokens-max --max-num-batched-tokens --engine-request-limit --request-queue-limit --adaptive-batch --no-adaptive-batch --kv-events --no-kv-events --kv-transport --kv-blocks --num-gpu-blocks-override --kv-block-bytes --block-tokens --block-size --nvlink-domain --rail --prefix-caching --no-prefix-caching --enable-prefix-caching --no-enable-prefix-caching --evictor --host-kv-blocks --disk-kv-blocks --kv-bytes-per-token --kv-transfer-bandwidth --host-gb-per-s --disk-gb-per-s --host --advertise --port --request-plane --connections-max --connections-per-address-max --gpus --watch-only --no-watch-only --engine-pid --itl-ms --prefill-tokens-per-s --extra-engine-args --engine-type --perf-model --planner-profile-data --speedup-ratio --decode-speedup-ratio --dp-size --data-parallel-size --startup-s --startup-time --chunked-prefill --no-chunked-prefill --enable-chunked-prefill --no-enable-chunked-prefill --watermark --preemption --reasoning --fatal-tokens --adapters --grace-s --orchestrator-grace-s --pre-stop --second-signal --graceful-shutdown --no-graceful-shutdown --admin-port --chaos --no-chaos --help-all)
 _shtab_holdfast_option_strings=(-h --help --version)
 
 
@@ -99,6 +107,10 @@ _shtab_holdfast_events___output_choices=(text json)
 _shtab_holdfast_route__o_choices=(text json)
 _shtab_holdfast_route___output_choices=(text json)
 _shtab_holdfast_chaos_pos_0_choices=(kill hang unhang error corrupt drift sampler slow xid nvlink blackhole heal)
+_shtab_holdfast_upstream_add___discover_choices=(dns kubernetes)
+_shtab_holdfast_upstream_list__o_choices=(text json)
+_shtab_holdfast_upstream_list___output_choices=(text json)
+_shtab_holdfast_upstream_pos_0_choices=(add remove pause resume list)
 _shtab_holdfast_replay_timeline__o_choices=(text json)
 _shtab_holdfast_replay_timeline___output_choices=(text json)
 _shtab_holdfast_replay_at__o_choices=(text json)
@@ -151,7 +163,7 @@ _shtab_holdfast_settings___output_choices=(text json)
 _shtab_holdfast_scrape_config__o_choices=(yaml json)
 _shtab_holdfast_scrape_config___output_choices=(yaml json)
 _shtab_holdfast_completion_pos_0_choices=(bash zsh fish)
-_shtab_holdfast_pos_0_choices=(up demo status top events drain resume route move restart chaos replay request journal golden fleet database nats webhooks simulate trace plan cost scale profile model settings scrape-config completion controller projector planner notifier frontend worker)
+_shtab_holdfast_pos_0_choices=(up demo status top events drain resume route move restart chaos upstream reload replay request journal golden fleet database nats webhooks simulate trace plan cost scale profile model settings scrape-config completion controller projector planner notifier frontend worker)
 
 _shtab_holdfast_up__h_nargs=0
 _shtab_holdfast_up___help_nargs=0
@@ -226,6 +238,22 @@ _shtab_holdfast_restart___help_nargs=0
 _shtab_holdfast_restart___rolling_nargs=0
 _shtab_holdfast_chaos__h_nargs=0
 _shtab_holdfast_chaos___help_nargs=0
+_shtab_holdfast_upstream_add__h_nargs=0
+_shtab_holdfast_upstream_add___help_nargs=0
+_shtab_holdfast_upstream_add___no_verify_nargs=0
+_shtab_holdfast_upstream_remove__h_nargs=0
+_shtab_holdfast_upstream_remove___help_nargs=0
+_shtab_holdfast_upstream_pause__h_nargs=0
+_shtab_holdfast_upstream_pause___help_nargs=0
+_shtab_holdfast_upstream_resume__h_nargs=0
+_shtab_holdfast_upstream_resume___help_nargs=0
+_shtab_holdfast_upstream_list__h_nargs=0
+_shtab_holdfast_upstream_list___help_nargs=0
+_shtab_holdfast_upstream_pos_0_nargs=A...
+_shtab_holdfast_upstream__h_nargs=0
+_shtab_holdfast_upstream___help_nargs=0
+_shtab_holdfast_reload__h_nargs=0
+_shtab_holdfast_reload___help_nargs=0
 _shtab_holdfast_replay_timeline__h_nargs=0
 _shtab_holdfast_replay_timeline___help_nargs=0
 _shtab_holdfast_replay_timeline___all_nargs=0

@@ -30,6 +30,7 @@ _shtab_holdfast_commands() {
     planner:'run a planner, which decides how many workers each model should have'
     profile:'measure the speed of a running engine, so that simulated engines can reproduce it'
     projector:'run a projector'
+    reload:'have the processes of a fleet read their files again, and show what changed'
     replay:'show past events, past states and the reasons for decisions, from the journal'
     request:'show the history of one request: its workers, its moves, and which worker produced which tokens'
     restart:'restart workers gracefully, one after another'
@@ -43,6 +44,7 @@ _shtab_holdfast_commands() {
     top:'watch the fleet and its latest events in a terminal'
     trace:'analyze recorded requests, generate similar ones, and replay them as load'
     up:'run a whole fleet on this host: broker, database, controller, projector, planner, frontends, workers'
+    upstream:'add, remove, pause, resume or list the upstreams of a running fleet'
     webhooks:'test a webhook, and list or resend events that a webhook did not accept'
     worker:'run a worker'
   )
@@ -123,6 +125,17 @@ _shtab_holdfast_trace_commands() {
     synthesize:'Generate requests like those of a trace or a profile.'
   )
   _describe 'holdfast trace commands' _commands
+}
+
+_shtab_holdfast_upstream_commands() {
+  local _commands=(
+    add:'add an upstream to the file, and wait until its worker serves'
+    list:'show all upstreams with their workers and states'
+    pause:'let an upstream'"'"'s worker drain and leave, and keep the entry'
+    remove:'remove an upstream from the file, and wait until its worker has drained and left'
+    resume:'start the worker of a paused upstream again, and wait until it serves'
+  )
+  _describe 'holdfast upstream commands' _commands
 }
 
 _shtab_holdfast_webhooks_commands() {
@@ -655,6 +668,15 @@ _shtab_holdfast_projector_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_holdfast_projector_defaults_added=0
 
+_shtab_holdfast_reload_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--data[data directory of the fleet (default\: .holdfast, or HOLDFAST_DATA)]:DIR:"
+  "--within[seconds to wait for each process (default\: 10)]:S:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_holdfast_reload_defaults_added=0
+
 _shtab_holdfast_replay_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--data[data directory of the fleet (default\: .holdfast, or HOLDFAST_DATA)]:DIR:"
@@ -962,6 +984,7 @@ _shtab_holdfast_up_options=(
   "--engine[engine that runs the model (default\: simulated)]:engine:(simulated transformers openai)"
   "--model[folder of the model (weights for transformers, tokenizer for openai)]:DIR:"
   "*--upstream[URL of an OpenAI-compatible server\; one worker per server\; repeatable]:URL:"
+  "--upstreams[YAML file that lists OpenAI-compatible servers, with one worker for each in one process\; edits take effect at once]:FILE:"
   "*--upstream-key-file[file with the API key of the upstreams\; once for all, or once for each --upstream]:FILE:"
   "*--revision[revision of the upstreams\' weights, part of the canary key\: workers of different revisions share no golden\; once for all, or once for each --upstream]:NAME:"
   "*--upstream-kv-events[endpoint at which an upstream publishes KV events, e.g. tcp\:\/\/host\:5557\; once for each --upstream]:ENDPOINT:"
@@ -1045,6 +1068,76 @@ _shtab_holdfast_up_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_holdfast_up_defaults_added=0
 
+_shtab_holdfast_upstream_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--data[data directory of the fleet (default\: .holdfast, or HOLDFAST_DATA)]:DIR:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_holdfast_upstream_defaults_added=0
+
+_shtab_holdfast_upstream_add_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--model[directory of the tokenizer (default\: that of the process)]:DIR:"
+  "--key-file[file with the server\'s API key]:FILE:"
+  "--revision[revision of the weights]:NAME:"
+  "--zone[where the server is, for operators]:NAME:"
+  "--proxy[URL of an HTTP proxy to connect through]:URL:"
+  "--ca-file[PEM file with the certificates to trust]:FILE:"
+  "--cert-file[PEM file with the client certificate]:FILE:"
+  "--cert-key-file[PEM file with the client certificate\'s private key]:FILE:"
+  "--server-name[name for SNI and for the check of the server\'s certificate]:NAME:"
+  "--discover[make each address (dns) or each ready pod (kubernetes) behind the URL\'s host an upstream of its own]:discover:(dns kubernetes)"
+  "--no-verify[accept any certificate of the server]"
+  "--weight[share of requests, compared with an upstream of weight 1 (default\: 1)]:X:"
+  "--within[seconds to wait until the effect is visible (default\: 60)]:S:"
+  "--file[file of upstreams (default\: that of the running process)]:FILE:"
+  ":name of the upstream\'s worker:"
+  ":URL of the server, for example https\:\/\/gpu1\:8000:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_holdfast_upstream_add_defaults_added=0
+
+_shtab_holdfast_upstream_list_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  {-o,--output}"[output format (default\: text)]:output:(text json)"
+  "--file[file of upstreams (default\: that of the running process)]:FILE:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_holdfast_upstream_list_defaults_added=0
+
+_shtab_holdfast_upstream_pause_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--within[seconds to wait until the effect is visible (default\: 60)]:S:"
+  "--file[file of upstreams (default\: that of the running process)]:FILE:"
+  ":name of the upstream:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_holdfast_upstream_pause_defaults_added=0
+
+_shtab_holdfast_upstream_remove_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--within[seconds to wait until the effect is visible (default\: 60)]:S:"
+  "--file[file of upstreams (default\: that of the running process)]:FILE:"
+  ":name of the upstream:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_holdfast_upstream_remove_defaults_added=0
+
+_shtab_holdfast_upstream_resume_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--within[seconds to wait until the effect is visible (default\: 60)]:S:"
+  "--file[file of upstreams (default\: that of the running process)]:FILE:"
+  ":name of the upstream:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_holdfast_upstream_resume_defaults_added=0
+
 _shtab_holdfast_webhooks_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--data[data directory of the fleet (default\: .holdfast, or HOLDFAST_DATA)]:DIR:"
@@ -1106,6 +1199,7 @@ _shtab_holdfast_worker_options=(
   "--dtype[transformers\: data type\: float32, bfloat16 or float16]:X:"
   "--threads[transformers\: CPU threads per step]:X:"
   "--upstream[openai\: URL of the server, for example http\:\/\/127.0.0.1\:8000]:X:"
+  "--upstreams[openai\: YAML file that lists servers, with one worker for each in this process\; edits take effect at once]:X:"
   "--upstream-key[openai\: API key of the upstream, if it needs one]:X:"
   "--upstream-key-file[openai\: file with the upstream\'s API key\; read again while the worker waits for the upstream]:X:"
   "--upstream-identity-s[openai\: seconds between reads of the upstream\'s identity\; a change starts a new life of the worker (default\: 10.0)]:X:"
@@ -1159,6 +1253,7 @@ _shtab_holdfast_worker_options=(
   "--preemption[simulated\: which request is preempted when KV blocks run out (default\: newest)]:X:"
   "--reasoning[simulated\: reasoning before answers\: start_thinking_token_id, end_thinking_token_id, thinking_ratio]:X:"
   "--fatal-tokens[simulated\: comma-separated token ids\; a prompt that contains this sequence crashes the process]:X:"
+  "--adapters[simulated\: comma-separated names of LoRA adapters\; each changes the tokens of answers]:X:"
   "--grace-s[seconds for streams to finish after SIGTERM (default\: 60.0)]:X:"
   "--orchestrator-grace-s[seconds from the orchestrator\'s stop request to its SIGKILL\; grace_s is reduced to fit]:X:"
   "--pre-stop[seconds of orchestrator_grace_s that a preStop hook takes before SIGTERM (default\: 0.0)]:X:"
@@ -1211,6 +1306,7 @@ _shtab_holdfast() {
         planner) _arguments -C -s $_shtab_holdfast_planner_options ;;
         profile) _arguments -C -s $_shtab_holdfast_profile_options ;;
         projector) _arguments -C -s $_shtab_holdfast_projector_options ;;
+        reload) _arguments -C -s $_shtab_holdfast_reload_options ;;
         replay) _shtab_holdfast_replay ;;
         request) _arguments -C -s $_shtab_holdfast_request_options ;;
         restart) _arguments -C -s $_shtab_holdfast_restart_options ;;
@@ -1224,6 +1320,7 @@ _shtab_holdfast() {
         top) _arguments -C -s $_shtab_holdfast_top_options ;;
         trace) _shtab_holdfast_trace ;;
         up) _arguments -C -s $_shtab_holdfast_up_options ;;
+        upstream) _shtab_holdfast_upstream ;;
         webhooks) _shtab_holdfast_webhooks ;;
         worker) _arguments -C -s $_shtab_holdfast_worker_options ;;
       esac
@@ -1430,6 +1527,33 @@ _shtab_holdfast_trace() {
         fit) _arguments -C -s $_shtab_holdfast_trace_fit_options ;;
         replay) _arguments -C -s $_shtab_holdfast_trace_replay_options ;;
         synthesize) _arguments -C -s $_shtab_holdfast_trace_synthesize_options ;;
+      esac
+  esac
+}
+
+_shtab_holdfast_upstream() {
+  local context state line curcontext="$curcontext" one_or_more='(*)' remainder='(-)*:' default='*::: :->upstream'
+
+  # Add default positional/remainder specs only if none exist, and only once per session
+  if (( ! _shtab_holdfast_upstream_defaults_added )); then
+    if (( ${_shtab_holdfast_upstream_options[(I)${(q)one_or_more}*]} +          ${_shtab_holdfast_upstream_options[(I)${(q)remainder}*]} +          ${_shtab_holdfast_upstream_options[(I)${(q)default}]} == 0 )); then
+      _shtab_holdfast_upstream_options+=(': :_shtab_holdfast_upstream_commands' '*::: :->upstream')
+    fi
+    _shtab_holdfast_upstream_defaults_added=1
+  fi
+  _arguments -C -s $_shtab_holdfast_upstream_options
+
+  case $state in
+    upstream)
+      words=($line[1] "${words[@]}")
+      (( CURRENT += 1 ))
+      curcontext="${curcontext%:*:*}:_shtab_holdfast_upstream-$line[1]:"
+      case $line[1] in
+        add) _arguments -C -s $_shtab_holdfast_upstream_add_options ;;
+        list) _arguments -C -s $_shtab_holdfast_upstream_list_options ;;
+        pause) _arguments -C -s $_shtab_holdfast_upstream_pause_options ;;
+        remove) _arguments -C -s $_shtab_holdfast_upstream_remove_options ;;
+        resume) _arguments -C -s $_shtab_holdfast_upstream_resume_options ;;
       esac
   esac
 }

@@ -1,8 +1,9 @@
 """Defines the flags of the commands that show a fleet or operate it."""
 
 import argparse
+from pathlib import Path
 
-from controller.common_flags import output_flag
+from controller.common_flags import output_flag, subcommands
 from controller.processes.flag_types import positive
 from events.chaos import FAULTS
 
@@ -111,3 +112,56 @@ def route(parser: argparse.ArgumentParser) -> None:
     add("--frontend", default="", metavar="NAME", help="frontend to query (default: any)")
     output_flag(parser)
     add_router_flags(parser, only=OVERRIDABLE)
+
+
+WITHIN_S = 60.0  # default seconds to wait until the effect of `upstream` is visible
+RELOAD_S = 10.0
+
+
+def upstream(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `holdfast upstream`."""
+    add = subcommands(parser, "upstream")
+    added = add("add", "add an upstream to the file, and wait until its worker serves")
+    added.add_argument("name", metavar="NAME", help="name of the upstream's worker")
+    added.add_argument("url", metavar="URL", help="URL of the server, for example https://gpu1:8000")
+    for flag, text, metavar in (
+        ("--model", "directory of the tokenizer (default: that of the process)", "DIR"),
+        ("--key-file", "file with the server's API key", "FILE"),
+        ("--revision", "revision of the weights", "NAME"),
+        ("--zone", "where the server is, for operators", "NAME"),
+        ("--proxy", "URL of an HTTP proxy to connect through", "URL"),
+        ("--ca-file", "PEM file with the certificates to trust", "FILE"),
+        ("--cert-file", "PEM file with the client certificate", "FILE"),
+        ("--cert-key-file", "PEM file with the client certificate's private key", "FILE"),
+        ("--server-name", "name for SNI and for the check of the server's certificate", "NAME"),
+    ):
+        added.add_argument(flag, metavar=metavar, help=text)
+    text = (
+        "make each address (dns) or each ready pod (kubernetes) behind the URL's host an upstream of its own"
+    )
+    added.add_argument("--discover", choices=("dns", "kubernetes"), help=text)
+    added.add_argument("--no-verify", action="store_true", help="accept any certificate of the server")
+    text = "share of requests, compared with an upstream of weight 1 (default: 1)"
+    added.add_argument("--weight", type=positive, metavar="X", help=text)
+    parsers = [added]
+    for verb, text in (
+        ("remove", "remove an upstream from the file, and wait until its worker has drained and left"),
+        ("pause", "let an upstream's worker drain and leave, and keep the entry"),
+        ("resume", "start the worker of a paused upstream again, and wait until it serves"),
+    ):
+        parsers.append(add(verb, text))
+        parsers[-1].add_argument("name", metavar="NAME", help="name of the upstream")
+    text = f"seconds to wait until the effect is visible (default: {WITHIN_S:g})"
+    for one in parsers:
+        one.add_argument("--within", type=positive, default=WITHIN_S, metavar="S", help=text)
+    listed = add("list", "show all upstreams with their workers and states")
+    output_flag(listed)
+    for one in (*parsers, listed):
+        text = "file of upstreams (default: that of the running process)"
+        one.add_argument("--file", type=Path, metavar="FILE", help=text)
+
+
+def reload(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast reload`."""
+    text = f"seconds to wait for each process (default: {RELOAD_S:g})"
+    parser.add_argument("--within", type=positive, default=RELOAD_S, metavar="S", help=text)

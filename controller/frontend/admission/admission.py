@@ -12,8 +12,9 @@
 `admit`, `look`, `enter` and `again` are methods of `Admission`; each arrow leads to what happens to the request next.
 Room at a worker is a free batch slot, free KV blocks, and capacity to prefill the prompt.
 
-Each refusal has a retry time and is counted in `RequestsRejected` (see `Refusals`). Each model has its own waiting
-lines, so requests for one model never block requests for another model.
+Each refusal has a retry time and is counted in `RequestsRejected` (see `Refusals`). Each model and each adapter has its
+own waiting lines, so requests for one never block requests for another. A free slot is offered first to the line of its
+model or the model's adapters with the oldest request.
 
 Queued requests get free room only at the end of an event-loop iteration. An admitted request releases its reservation
 and is sent to workers within one iteration. So no queued request can take the released room in between.
@@ -112,38 +113,38 @@ class Admission:
     preemptor: Preemptor
     open: bool = True  # new requests are accepted
     _turns: dict[int, _Turn] = field(default_factory=dict)  # by request number
-    # models with queued requests that are checked for room at the end of this event-loop iteration
+    # models and adapters with queued requests that are checked for room at the end of this event-loop iteration
     _due: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         settings = self.settings
         self._queue_s, self._now = settings.admission.queue_s, self.routing.now
-        self._queue = queue = Queue(settings.admission.queue_max)
+        self._queue = queue = Queue(settings.admission.queue_max, model_of=self.table.model_of)
         self._rooms = RoomFinder(self._queue_s, self.table, self.routing, self.preemptor)
         self.deadlines = Deadlines(settings, self.table, self.routing, queue, self._rooms)
         self.by_deadline = settings.by_deadline  # if false, requests are admitted in order of arrival
         self._ends, self._numbers, self._monitor = EndRate(), itertools.count(1), self.routing.monitor
-        self.queued, self.waiting, self.forget = queue.length, queue.waiting, self.deadlines.keep
+        self.queued, self.waiting, self.forget = queue.queued, queue.waiting, self.deadlines.keep
 
     # --- admission
 
-    async def admit(self, model: str, tier: str) -> Reservation:
-        """Admit a request and return its reserved room, which the caller must free.
+    async def admit(self, served: str, tier: str) -> Reservation:
+        """Admit a request to a model or adapter and return its reserved room, which the caller must free.
 
         If no worker has room, the request waits in the queue first. Raise ApiError if the request is refused.
         """
-        self.refusals.check(model, tier, draining=not self.open)
-        if self._monitor.overloaded(model):
-            raise self.refusal(AllBusy(), model, tier)
+        self.refusals.check(served, tier, draining=not self.open)
+        if self._monitor.overloaded(served):
+            raise self.refusal(AllBusy(), served, tier)
         try:
-            if not self._wakes_sent_back(model) and not self._queue.in_line(model):
+            if not self._wakes_sent_back(served) and not self._queue.in_line(served):
                 try:
-                    return Reservation(self, self._rooms.find(model))
+                    return Reservation(self, self._rooms.find(served))
                 except AllBusy:
                     pass
-            return await self._wait(QueuedRequest(model), self._queue_s * self.table.knobs(model).latency)
+            return await self._wait(QueuedRequest(served), self._queue_s * self.table.knobs(served).latency)
         except (NotAdmitted, NoWorker) as error:
-            raise self.refusal(error, model, tier) from None
+            raise self.refusal(error, served, tier) from None
 
     def look(self, call: Call) -> Lineage:
         """Check a request before its texts are tokenized, and choose the lineage of the workers that may serve it.
@@ -151,12 +152,12 @@ class Admission:
         A lineage is the model's revision and tokenizer, which must stay the same until a request has ended. Raise
         ApiError if the request is refused, for example because its deadline cannot be met.
         """
-        model, tier = call.parsed.model, call.head.tier
-        self.refusals.check(model, tier, draining=not self.open)
+        served, tier = call.parsed.served, call.head.tier
+        self.refusals.check(served, tier, draining=not self.open)
         try:
             return self.deadlines.look(call)
         except (NotAdmitted, NoWorker) as error:
-            raise self.refusal(error, model, tier) from None
+            raise self.refusal(error, served, tier) from None
 
     async def enter(
         self, call: Call, lineage: Lineage, prompts: Sequence[tuple[int, BlockNames]], answer_max: int
@@ -175,9 +176,9 @@ class Admission:
             if room is None:
                 room = await self._wait_in_time(request)
             else:
-                self.deadlines.pool(request.model, lineage).arrived(request, self._now())
+                self.deadlines.pool(request.served, lineage).arrived(request, self._now())
         except (NotAdmitted, NoWorker) as error:
-            raise self.refusal(error, call.parsed.model, call.head.tier) from None
+            raise self.refusal(error, call.parsed.served, call.head.tier) from None
         return room, request.since + request.deadline_s
 
     def _room_at_once(self, request: QueuedRequest) -> Reservation | None:
@@ -187,7 +188,7 @@ class Admission:
         """
         room: Reservation | None = None
         line = self._queue.line_of(request)
-        if not len(line) and not self._wakes_sent_back(request.model):
+        if not len(line) and not self._wakes_sent_back(request.served):
             with suppress(AllBusy):
                 room = Reservation(self, self._rooms.for_queued(request), request.wanted)
         try:
@@ -211,7 +212,7 @@ class Admission:
             raise self.deadlines.timed_out(request) from None
 
     def again(
-        self, model: str, lineage: Lineage, wait_s: float, without: Collection[Key] = ()
+        self, served: str, lineage: Lineage, wait_s: float, without: Collection[Key] = ()
     ) -> asyncio.Future[Reservation]:
         """Put an admitted request back into the queue, because no worker had room when the request was to be sent.
 
@@ -221,21 +222,21 @@ class Admission:
         The future resolves to the reserved room, or fails with WaitedTooLong or a NoWorker other than AllBusy. To
         withdraw the request, cancel the future or, if the future is done, free the room.
         """
-        turn = self._turn(QueuedRequest(model, lineage, sent_back=True, without=without), wait_s)
+        turn = self._turn(QueuedRequest(served, lineage, sent_back=True, without=without), wait_s)
         turn.room.add_done_callback(partial(self._leave, turn))
-        self.wake(model)
+        self.wake(served)
         return turn.room
 
     # --- waiting
 
-    def _wakes_sent_back(self, model: str) -> bool:
-        """Schedule a check of a model's sent-back requests, if there are any. Return whether there are any.
+    def _wakes_sent_back(self, served: str) -> bool:
+        """Schedule a check of the sent-back requests to a model or adapter, if there are any. Return whether there are any.
 
         A sent-back request was admitted, but no worker had room when the request was to be sent.
         """
-        if not self._queue.sent_back(model):
+        if not self._queue.sent_back(served):
             return False
-        self.wake(model)
+        self.wake(served)
         return True
 
     def _turn(self, request: QueuedRequest, wait_s: float) -> _Turn:
@@ -251,10 +252,12 @@ class Admission:
 
         Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy.
         """
-        if self._queue.full(request.model):
-            raise QueueFull(f"{self._queue.in_line(request.model)} requests are already waiting for a worker")
+        if self._queue.full(request.served):
+            raise QueueFull(
+                f"{self._queue.in_line(request.served)} requests are already waiting for a worker"
+            )
         if request.lineage is not None:
-            self.deadlines.pool(request.model, request.lineage).arrived(request, self._now())
+            self.deadlines.pool(request.served, request.lineage).arrived(request, self._now())
         turn = self._turn(request, wait_s)
         try:
             return await turn.room
@@ -266,7 +269,7 @@ class Admission:
 
     def _leave(self, turn: _Turn, room: "asyncio.Future[Reservation]") -> None:
         """Remove a request from the queue when its wait ends, and record the outcome and the waiting time in the metrics."""
-        model = turn.request.model
+        served = turn.request.served
         turn.late.cancel()
         self._dequeue(turn)
         del self._turns[turn.request.number]
@@ -274,12 +277,14 @@ class Admission:
             outcome = "gone"
             if turn.granted:
                 room.result().free()
-            self.wake(model)  # this request may have blocked the requests behind it
+            self.wake(served)  # this request may have blocked the requests behind it
         elif (error := room.exception()) is None:
             outcome = "admitted"
         else:
             outcome = "timeout" if isinstance(error, WaitedTooLong) else "no_worker"
-        self.meter.waited(model, outcome, asyncio.get_running_loop().time() - turn.began)
+        self.meter.waited(
+            self.table.model_of(served), outcome, asyncio.get_running_loop().time() - turn.began
+        )
 
     def _dequeue(self, turn: _Turn) -> None:
         """Remove a request from the queue, if it is still queued."""
@@ -287,7 +292,7 @@ class Admission:
         if not request.queued:
             return
         if request.lineage is not None and not request.sent_back:
-            pool = self.deadlines.pool(request.model, request.lineage)
+            pool = self.deadlines.pool(request.served, request.lineage)
             if granted:
                 pool.served(request)
             elif room.done() and not room.cancelled() and self._now() >= request.latest - CLOCK_S:
@@ -296,33 +301,33 @@ class Admission:
 
     # --- choosing the next request
 
-    def wake(self, model: str | None = None) -> None:
+    def wake(self, served: str | None = None) -> None:
         """Schedule a check of queued requests, because a worker may have room again.
 
-        The check runs at the end of this event-loop iteration. It covers the queue of `model`, or the queues of all
-        models if `model` is None.
+        The check runs at the end of this event-loop iteration. It covers the requests to the model of `served` (a model or
+        an adapter) with and without adapters, or all requests if `served` is None.
         """
         if not self._turns:
             return
-        for name in (model,) if model is not None else self._queue.models():
-            if self._queue.length(name) and name not in self._due:
+        for name in self._queue.waiting_with(served):
+            if name not in self._due:
                 self._due.add(name)
                 asyncio.get_running_loop().call_soon(self._advance_lines, name)
 
-    def _advance_lines(self, model: str) -> None:
-        """Grant room to the queued requests of a model until no worker has room.
+    def _advance_lines(self, served: str) -> None:
+        """Grant room to the queued requests to a model or adapter until no worker has room.
 
         Sent-back requests, which were admitted before, precede all others.
         """
-        self._due.discard(model)
+        self._due.discard(served)
         without_room = 0
-        for request in self._queue.sent_back(model):
+        for request in self._queue.sent_back(served):
             turn = self._turns[request.number]
             if not turn.room.done() and not self._grant(turn):
                 without_room += 1
                 if without_room == LOOKS_MAX:
                     break
-        for line in self._queue.lines(model):
+        for line in self._queue.lines(served):
             while (head := line.head(self._now())) is not None:
                 turn = self._turns[head.number]
                 if not turn.room.done() and not self._grant(turn):
@@ -337,7 +342,7 @@ class Admission:
         request = turn.request
         try:
             if request.sent_back:
-                found = self._rooms.find(request.model, request.lineage, without=request.without)
+                found = self._rooms.find(request.served, request.lineage, without=request.without)
             else:
                 found = self._rooms.for_head(request, self._now())
             turn.room.set_result(Reservation(self, found, request.wanted))
@@ -349,13 +354,13 @@ class Admission:
 
     # --- notifications and queries
 
-    def best_waiting(self, model: str, lineage: Lineage) -> int | None:
+    def best_waiting(self, served: str, lineage: Lineage) -> int | None:
         """Return the best tier among the queued requests for workers of this lineage (model revision and tokenizer).
 
         Tier 0 is the best. Return None if no request is queued. If requests are admitted in order of arrival, tiers do
         not matter, so also return None.
         """
-        head = self._queue.line(model, lineage).head(self._now()) if self.by_deadline else None
+        head = self._queue.line(served, lineage).head(self._now()) if self.by_deadline else None
         return head.tier if head is not None else None
 
     def ended(self, model: str, tokens: int) -> None:
@@ -374,10 +379,10 @@ class Admission:
         for turn in self._turns.values():
             _refuse(turn.room, "no worker became free before this frontend shut down")
 
-    def refusal(self, error: NotAdmitted | NoWorker, model: str, tier: str) -> ApiError:
-        """Return the API error for a request that is not admitted, and count the refusal."""
-        wait_s = self._ends.wait_s(model, self._queue.length(model), self._now())
-        return self.refusals.of(error, model, tier, wait_s)
+    def refusal(self, error: NotAdmitted | NoWorker, served: str, tier: str) -> ApiError:
+        """Return the API error for a request to a model or adapter that is not admitted, and count the refusal."""
+        wait_s = self._ends.wait_s(self.table.model_of(served), self._queue.length(served), self._now())
+        return self.refusals.of(error, served, tier, wait_s)
 
 
 def _refuse(room: asyncio.Future[Reservation], why: str) -> None:

@@ -48,16 +48,16 @@ SPILLS = 0.7
 class Preemptor(Protocol):
     """Preempts running answers for more urgent requests."""
 
-    def may(self, model: str, lineage: Lineage, tier: int) -> bool:
+    def may(self, served: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a running answer can be preempted for a request of this tier."""
 
-    def make_room(self, model: str, lineage: Lineage) -> bool:
+    def make_room(self, served: str, lineage: Lineage) -> bool:
         """Preempt one answer to make room at its worker. Return False if no answer can be preempted."""
 
-    def in_vain(self, model: str, lineage: Lineage) -> None:
+    def in_vain(self, served: str, lineage: Lineage) -> None:
         """Pause preemption, because the last preemption freed no room at the worker."""
 
-    def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
+    def waits(self, served: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a preempted answer must resume before requests of this tier are admitted."""
 
 
@@ -80,13 +80,13 @@ class RoomFinder:
 
     def find(
         self,
-        model: str,
+        served: str,
         lineage: Lineage | None = None,
         wanted: RequiredRoom = NOTHING,
         beyond: float = 0.0,
         without: Collection[Key] = (),
     ) -> Endpoint:
-        """Return an endpoint of the model that has room for a request.
+        """Return an endpoint of the model or adapter that has room for a request.
 
         `lineage` restricts the endpoints to one model revision and tokenizer, unless it is None. `wanted` is the room
         that the request needs. Endpoints in `without` are excluded. `beyond` permits more requests than an endpoint's
@@ -97,15 +97,15 @@ class RoomFinder:
         try:
             monitor = self.routing.monitor
             if wanted is monitor.asked and not beyond:  # the common case
-                return self.routing.room(model, lineage, without)
+                return self.routing.room(served, lineage, without)
             with monitor.asking(wanted, beyond):
-                return self.routing.room(model, lineage, without)
+                return self.routing.room(served, lineage, without)
         except AllClosed as error:
             if error.wait_s > self.queue_s:
                 raise
             raise AllBusy from error  # worth waiting for
         except (NoneRoutable, NoneReachable, NotServed) as error:
-            if not self.table.stands_in(model, lineage, without):
+            if not self.table.stands_in(served, lineage, without):
                 raise
             raise AllBusy from error  # worth waiting for: a suspect is about to serve as the last worker
 
@@ -115,10 +115,10 @@ class RoomFinder:
         Raise AllBusy if a preempted answer of the same or a better tier must resume first. `beyond` is the parameter of
         `find`.
         """
-        model, lineage = request.model, request.lineage
-        if lineage is not None and self.preemptor.waits(model, lineage, request.tier):
+        served, lineage = request.served, request.lineage
+        if lineage is not None and self.preemptor.waits(served, lineage, request.tier):
             raise AllBusy
-        return self.find(model, lineage, request.wanted, beyond)
+        return self.find(served, lineage, request.wanted, beyond)
 
     def for_head(self, request: QueuedRequest, now: float) -> Endpoint:
         """Return an endpoint with room for the first request of a waiting line. Raise NoWorker if there is none.
@@ -140,8 +140,8 @@ class RoomFinder:
 
     def may_preempt(self, request: QueuedRequest) -> bool:
         """Return whether a running answer may be preempted for this request."""
-        model, lineage = request.model, request.lineage
-        return lineage is not None and self.preemptor.may(model, lineage, request.tier)
+        served, lineage = request.served, request.lineage
+        return lineage is not None and self.preemptor.may(served, lineage, request.tier)
 
     def preempt(self, request: QueuedRequest, *, first: bool = True) -> Endpoint | None:
         """Preempt a running answer and return the endpoint at which the request now has room.
@@ -150,15 +150,15 @@ class RoomFinder:
         is ahead of `request`. If `first` is false, the request ahead gets the room, and the result is None. Raise
         NoWorker if no worker can serve the request.
         """
-        model, lineage, wanted = request.model, request.lineage, request.wanted
+        served, lineage, wanted = request.served, request.lineage, request.wanted
         assert lineage is not None
         monitor = self.routing.monitor
         with monitor.asking(wanted):
-            made = self.preemptor.make_room(model, lineage)
+            made = self.preemptor.make_room(served, lineage)
         try:
-            return self.find(model, lineage, wanted) if made and first else None
+            return self.find(served, lineage, wanted) if made and first else None
         except AllBusy:
-            self.preemptor.in_vain(model, lineage)
+            self.preemptor.in_vain(served, lineage)
             return None
 
 
@@ -182,38 +182,43 @@ class Deadlines:
     _pools: dict[tuple[str, Lineage], WorkerPool] = field(default_factory=dict)
     _budgets: dict[str, RetryBudget] = field(default_factory=dict)
     _refused: RefusedIds = field(default_factory=RefusedIds)
-    # the table's models when `_lineages` was computed
+    # the table's models and adapters when `_lineages` was computed
     _models: Mapping[str, Sequence[Endpoint]] = field(default_factory=dict)
+    _adapters: Mapping[str, Sequence[Endpoint]] = field(default_factory=dict)
     _lineages: dict[str, list[Lineage]] = field(default_factory=dict)
 
     # --- pools
 
-    def pool(self, model: str, lineage: Lineage) -> WorkerPool:
-        """Return the pool of the model's workers of this lineage (model revision and tokenizer).
+    def pool(self, served: str, lineage: Lineage) -> WorkerPool:
+        """Return the pool of the workers of this lineage (model revision and tokenizer) of a model or adapter.
 
         The pool's measurements are updated to the current time.
         """
-        pool, now, state = self._pools.get((model, lineage)), self.routing.now(), self.routing.state
+        pool, now, state = self._pools.get((served, lineage)), self.routing.now(), self.routing.state
         if pool is None:
             # Until a frontend has measured its actual share of the workers, it assumes an equal share.
+            model = self.table.model_of(served)
             first, share = state.first_tokens(model, lineage), 1.0 / max(1, self.routing.frontends())
-            pool = WorkerPool(self.queue.line(model, lineage), first, now, share)
-            self._pools[model, lineage] = pool
+            pool = WorkerPool(self.queue.line(served, lineage), first, now, share)
+            self._pools[served, lineage] = pool
         if now >= pool.capacity_until:
             monitor, pool.capacity_until = self.routing.monitor, now + CAPACITY_S
-            pool.capacity = monitor.weight(model, lineage)
+            pool.capacity = monitor.weight(served, lineage)
         pool.pass_time(now)
         return pool
 
     def keep(self) -> None:
         """Remove the pools that have no workers and no waiting requests, and the measurements of workers that have left."""
-        endpoints, state = self.table.endpoints.values(), self.routing.state
+        table, state = self.table, self.routing.state
+        endpoints = table.endpoints.values()
         names = {(e.model, e.lineage) for e in endpoints}
+        names |= {(adapter, e.lineage) for adapter, there in table.adapters.items() for e in there}
         names |= {name for name, pool in self._pools.items() if len(pool.line) > 0}
         self._pools = {name: pool for name, pool in self._pools.items() if name in names}
         state.keep(names, {e.worker for e in endpoints})
         for pool in self._pools.values():
             pool.capacity_until = 0.0
+        self.queue.keep(table.known | table.adapters.keys())
 
     # --- the requirements of a request
 
@@ -224,10 +229,10 @@ class Deadlines:
         the budget, and for a deadline that cannot be met. Raise NoWorker if the model has no worker. If other requests
         wait, or if the model has several lineages, also raise NoWorker if no worker serves the model now or soon.
         """
-        model, head, now = call.parsed.model, call.head, self.routing.now()
-        lineage = self._lineage(model)
-        contended = len(self.queue.line(model, lineage)) > 0
-        budget = self._budgets.setdefault(model, RetryBudget(self.settings.admission.retry_budget))
+        served, head, now = call.parsed.served, call.head, self.routing.now()
+        lineage = self._lineage(served)
+        contended = len(self.queue.line(served, lineage)) > 0
+        budget = self._budget(call.parsed.model)
         repeat = head.asked.retries > 0 or self._refused.recently_refused(head.id, now)
         if repeat and contended and budget.used_up(now):
             self._refused.add(head.id, now)
@@ -238,30 +243,35 @@ class Deadlines:
             self.judge(self._request(call, lineage))
         return lineage
 
-    def _lineage(self, model: str) -> Lineage:
+    def _budget(self, model: str) -> RetryBudget:
+        return self._budgets.setdefault(model, RetryBudget(self.settings.admission.retry_budget))
+
+    def _lineage(self, served: str) -> Lineage:
         """Return the lineage (model revision and tokenizer) that a new request is bound to.
 
         Raise NoWorker if the model has no worker. If the model has one lineage, return this lineage, even if none of its
         workers serves. If the model has several, raise NoWorker if no worker serves now or soon.
         """
-        if self._models is not self.table.models:
-            self._models = models = self.table.models
-            self._lineages = {name: [*dict.fromkeys(e.lineage for e in models[name])] for name in models}
-        lineages = self._lineages.get(model, [])
+        table = self.table
+        if self._models is not table.models or self._adapters is not table.adapters:
+            self._models, self._adapters = table.models, table.adapters
+            every = {**table.adapters, **table.models}
+            self._lineages = {name: [*dict.fromkeys(e.lineage for e in every[name])] for name in every}
+        lineages = self._lineages.get(served, [])
         if not lineages:
             raise NotServed
         if len(lineages) == 1:
             return lineages[0]
         try:
-            return self.routing.lineage(model)
+            return self.routing.lineage(served)
         except NoWorker:
             for lineage in lineages:
                 with suppress(NoWorker):
-                    self._capacity_soon(model, lineage)
+                    self._capacity_soon(served, lineage)
                     return lineage
             raise
 
-    def _capacity_soon(self, model: str, lineage: Lineage) -> float:
+    def _capacity_soon(self, served: str, lineage: Lineage) -> float:
         """Return ONE_WORKER: the capacity that a pool without a serving worker will have soon.
 
         A worker will serve soon in two cases. In the first, failed canaries have put it in doubt, but it is about to
@@ -269,7 +279,7 @@ class Deadlines:
         refuses new requests only for a short time (`Retry-After`). Raise NoWorker if no worker will serve soon.
         """
         with suppress(AllBusy):
-            self.rooms.find(model, lineage)
+            self.rooms.find(served, lineage)
         return ONE_WORKER
 
     def _request(self, call: Call, lineage: Lineage) -> QueuedRequest:
@@ -289,7 +299,7 @@ class Deadlines:
         if line_s is None:
             line_s = inf if isfinite(deadline_s) else self.settings.admission.queue_s
         return QueuedRequest(
-            model, lineage, tier, client, 0.0, call.arrived,
+            call.parsed.served, lineage, tier, client, 0.0, call.arrived,
             deadline_s=deadline_s, own_deadline=own, line_s=line_s, id=head.id,
         )  # fmt: skip
 
@@ -301,7 +311,7 @@ class Deadlines:
         The entry contains the request's estimated work, and the room that it needs at a worker. Raise NoWorker if the
         model has no workers of this lineage (model revision and tokenizer).
         """
-        model, group = call.parsed.model, self.routing.group(call.parsed.model, lineage)
+        model, group = call.parsed.model, self.routing.group(call.parsed.served, lineage)
         monitor, state, example = self.routing.monitor, self.routing.state, group.endpoints[0]
         unread = sum(state.uncached(group, names, count) for count, names in prompts)
         longest, names = max(prompts, key=itemgetter(0))
@@ -324,11 +334,11 @@ class Deadlines:
         for the request. Raise TooLate if the request is refused. Raise NoWorker if no worker serves the model now or
         soon.
         """
-        model, lineage = request.model, request.lineage
+        served, lineage = request.served, request.lineage
         assert lineage is not None
-        pool = self.pool(model, lineage)
-        capacity = pool.capacity if pool.capacity > 0 else self._capacity_soon(model, lineage)
-        step = step_s(self.routing.group(model, lineage).endpoints[0])
+        pool = self.pool(served, lineage)
+        capacity = pool.capacity if pool.capacity > 0 else self._capacity_soon(served, lineage)
+        step = step_s(self.routing.group(served, lineage).endpoints[0])
         verdict = pool.judge(request, self.routing.now(), capacity, step, room=room)
         deadline_s, first_s = verdict.deadline_s, verdict.first_s
         request.deadline_s, request.latest = deadline_s, request.since + verdict.latest_s
@@ -347,12 +357,12 @@ class Deadlines:
     def timed_out(self, request: QueuedRequest) -> TooLate:
         """Record the id of a request that was queued for too long, and return the error for its client."""
         assert request.lineage is not None
-        pool = self.pool(request.model, request.lineage)
+        pool = self.pool(request.served, request.lineage)
         why = f"no worker became free in time for the deadline of {request.deadline_s:g} s"
         return self._too_late(request, why, pool.wait_s(request, self.routing.now(), pool.capacity))
 
     def _too_late(self, request: QueuedRequest, why: str, wait_s: float) -> TooLate:
         now = self.routing.now()
         self._refused.add(request.id, now)
-        again = not self._budgets[request.model].used_up(now)
+        again = not self._budget(self.table.model_of(request.served)).used_up(now)
         return TooLate("deadline", f"{why}: please retry later", wait_s, should_retry=again)

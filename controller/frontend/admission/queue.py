@@ -22,8 +22,8 @@ if all requests were served in order of arrival. If capacity drops suddenly, som
 deadlines. With the newest served first, these are the requests that are already late.
 """
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -42,7 +42,7 @@ OWED_MAX = 4096  # accounts kept of clients that have no waiting request and wer
 class QueuedRequest:
     """A request that waits for a worker, or may have to wait. All times and durations are in seconds."""
 
-    model: str
+    served: str  # the model or adapter
     lineage: Lineage | None = None  # None: a worker of any lineage may serve it
     tier: int = 0  # 0 is the best
     client: str = ""
@@ -188,6 +188,11 @@ class Line:
                 return tier.head(now)
         return None
 
+    def oldest(self) -> int:
+        """Return the lowest number of a request in this line. The line must not be empty."""
+        firsts: list[int] = [next(iter(tier.requests)) for tier in self._tiers.values() if tier.requests]
+        return min(firsts)
+
     def remove(self, request: QueuedRequest, *, served: bool = False) -> None:
         """Remove a request from this line, or do nothing if the request is not queued.
 
@@ -205,67 +210,104 @@ class Line:
 
 
 class Queue:
-    """All queued requests of a frontend, in one waiting line per model and lineage (model revision and tokenizer).
+    """All queued requests of a frontend, in one waiting line per served name and lineage (model revision and tokenizer).
 
-    Each model has one more line for sent-back requests. They were admitted, but no worker had room when they were to be
-    sent.
+    A served name is that of a model or adapter. Each has one more line for sent-back requests. They were admitted, but no
+    worker had room when they were to be sent.
     """
 
-    def __init__(self, requests_max: float = inf, line: type[Line] = Line) -> None:
-        """Limit the waiting lines of each model to `requests_max` requests in total.
+    def __init__(
+        self,
+        requests_max: float = inf,
+        line: type[Line] = Line,
+        model_of: Callable[[str], str] = lambda served: served,
+    ) -> None:
+        """Limit the waiting lines of each served name to `requests_max` requests in total.
+
+        `model_of` returns the model of an adapter.
 
         Sent-back requests, which were admitted before, do not count and are always queued. `line` is the class of the
         lines, which the simulator replaces.
         """
-        self._max = requests_max
+        self._max, self._model_of = requests_max, model_of
         self._lines: dict[str, dict[Lineage | None, Line]] = defaultdict(lambda: defaultdict(line))
         self._back: dict[str, Line] = defaultdict(line)  # in order of their return
 
-    def models(self) -> list[str]:
-        """Return the models for which requests wait or have waited."""
+    def names(self) -> list[str]:
+        """Return the models and adapters for which requests wait or have waited."""
         return [*self._lines | self._back]
 
-    def line(self, model: str, lineage: Lineage | None = None) -> Line:
+    def line(self, served: str, lineage: Lineage | None = None) -> Line:
         """Return the waiting line of a model for workers of this lineage (model revision and tokenizer).
 
         If `lineage` is None, return the line for workers of any lineage.
         """
-        return self._lines[model][lineage]
+        return self._lines[served][lineage]
 
-    def lines(self, model: str) -> list[Line]:
+    def lines(self, served: str) -> list[Line]:
         """Return all waiting lines of a model except the line of sent-back requests, which were admitted before."""
-        return [*self._lines.get(model, {}).values()]
+        return [*self._lines.get(served, {}).values()]
 
     def line_of(self, request: QueuedRequest) -> Line:
         """Return the waiting line in which a request waits or would wait."""
-        model = request.model
-        return self._back[model] if request.sent_back else self._lines[model][request.lineage]
+        served = request.served
+        return self._back[served] if request.sent_back else self._lines[served][request.lineage]
 
-    def sent_back(self, model: str) -> list[QueuedRequest]:
+    def sent_back(self, served: str) -> list[QueuedRequest]:
         """Return a model's sent-back requests, in the order in which they came back.
 
         These requests were admitted, but no worker had room when they were to be sent.
         """
-        return [*self._back.get(model, ())]
+        return [*self._back.get(served, ())]
 
-    def in_line(self, model: str) -> int:
+    def in_line(self, served: str) -> int:
         """Return the number of a model's queued requests that were not admitted before."""
-        return sum(map(len, self._lines[model].values())) if model in self._lines else 0
+        return sum(map(len, self._lines[served].values())) if served in self._lines else 0
 
-    def length(self, model: str) -> int:
+    def length(self, served: str) -> int:
         """Return the number of all queued requests of a model, including admitted requests that were queued again."""
-        return self.in_line(model) + len(self._back.get(model, ()))
+        return self.in_line(served) + len(self._back.get(served, ()))
+
+    def waiting_with(self, served: str | None) -> list[str]:
+        """Return the names with queued requests that have the same model as `served`, the one of the oldest request first.
+
+        If `served` is None, return all names with queued requests.
+        """
+        names = [name for name in self.names() if self.length(name)]
+        if served is not None:
+            names = [name for name in names if self._model_of(name) == self._model_of(served)]
+        return sorted(names, key=self._oldest) if len(names) > 1 else names
+
+    def _oldest(self, served: str) -> int:
+        lines = self.lines(served)
+        if served in self._back:
+            lines.append(self._back[served])
+        return min(line.oldest() for line in lines if len(line))
+
+    def queued(self, model: str) -> int:
+        """Return the number of queued requests to a model, with and without adapters."""
+        return self.waiting().get(model, 0)
 
     def waiting(self) -> dict[str, int]:
-        """Return the number of waiting requests by model. Models without waiting requests are left out."""
-        return {model: count for model in self.models() if (count := self.length(model))}
+        """Return the number of queued requests by model, with and without adapters. Models without any are left out."""
+        found = Counter[str]()
+        for served in self.names():
+            if count := self.length(served):
+                found[self._model_of(served)] += count
+        return dict(found)
 
-    def full(self, model: str) -> bool:
+    def keep(self, served: Collection[str]) -> None:
+        """Drop the empty lines of all models and adapters that are not in `served`."""
+        for name in [name for name in self.names() if name not in served and not self.length(name)]:
+            self._lines.pop(name, None)
+            self._back.pop(name, None)
+
+    def full(self, served: str) -> bool:
         """Return whether the number of a model's queued requests has reached the limit.
 
         Requests that were admitted before do not count.
         """
-        return self.in_line(model) >= self._max
+        return self.in_line(served) >= self._max
 
 
 class EndRate:

@@ -64,29 +64,32 @@ class Refusals:
     rejected: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # since the last report
     reported_at: float = -inf
 
-    def check(self, model: str, tier: str, *, draining: bool) -> None:
-        """Raise ApiError if this frontend drains, or if the fleet rejects all requests of this model or tier."""
+    def check(self, served: str, tier: str, *, draining: bool) -> None:
+        """Raise ApiError if this frontend drains, or if the fleet rejects all requests of this model or tier.
+
+        `served` is the name of a model or adapter, here and below.
+        """
         if draining:
             error = shutting_down()
-        elif not self.table.knobs(model).accept_new:
+        elif not self.table.knobs(served).accept_new:
             why = "the fleet is far short of capacity and accepts no new requests at the moment"
             error = unavailable(why, "not_accepting", self.settings.retry_after_s)
-        elif self.table.sheds(model, tier):
+        elif self.table.sheds(served, tier):
             error = shed(tier)
         else:
             return
-        raise self._counted(error, model, tier)
+        raise self._counted(error, served, tier)
 
-    def of(self, error: NotAdmitted | NoWorker, model: str, tier: str, wait_s: float) -> ApiError:
+    def of(self, error: NotAdmitted | NoWorker, served: str, tier: str, wait_s: float) -> ApiError:
         """Return the API error for a request that is not admitted, and count the refusal.
 
         `wait_s` is the predicted time in seconds until the queued requests have room; inf if unknown.
         """
         if isinstance(error, QueueFull | WaitedTooLong):
-            error = self._closed(model) or error  # the servers' Retry-After beats the queue's estimate
+            error = self._closed(served) or error  # the servers' Retry-After beats the queue's estimate
         elif isinstance(error, NotServed):
-            if model not in self.table.known:
-                return unknown_model(model)
+            if served not in self.table.known:
+                return unknown_model(served)
             error = NoneRoutable()  # the model had workers before and will have some again
         code, why, status = error.code, str(error), self.settings.overload_status
         longest_s = self.settings.retry_after_s  # also used if the wait is unknown
@@ -107,24 +110,26 @@ class Refusals:
                 answer = ApiError(422, why, code=code)
             case _:
                 answer = unavailable(why, code, 1 if code == "no_reachable_worker" else longest_s)
-        return self._counted(answer, model, tier)
+        return self._counted(answer, served, tier)
 
     def _jittered(self, seconds: float) -> float:
         return seconds * (1 + JITTER * (2 * self.dice() - 1))
 
-    def _closed(self, model: str) -> AllClosed | None:
+    def _closed(self, served: str) -> AllClosed | None:
         """Return AllClosed if the servers behind all workers of a model refuse new requests for now, otherwise None.
 
         A server that has answered with `Retry-After` counts as closed until that time is over.
         """
         try:
-            self.routing.room(model)
+            self.routing.room(served)
         except NoWorker as error:
             return error if isinstance(error, AllClosed) else None
         return None
 
-    def _counted(self, error: ApiError, model: str, tier: str) -> ApiError:
-        self.rejected[model, error.reason, tier] += 1
+    def _counted(self, error: ApiError, served: str, tier: str) -> ApiError:
+        model = self.table.model_of(served)
+        if model in self.table.known:  # otherwise it is an adapter that no worker has any more
+            self.rejected[model, error.reason, tier] += 1
         return error
 
     def tick(self, now: float) -> bool:

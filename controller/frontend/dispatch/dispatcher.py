@@ -58,7 +58,7 @@ class Dispatcher:
             choice = self.choose(live, effect)
         except NoWorker as error:
             self.no_worker, request = error.with_traceback(None), live.request
-            stands_in = self.table.stands_in(request.model, request.lineage, live.state.failed)
+            stands_in = self.table.stands_in(request.served, request.lineage, live.state.failed)
             reopens_s = error.reopens_s if isinstance(error, AllClosed) else 0.0
             return NoWorkerFound(error.code, stands_in, reopens_s)
         try:
@@ -79,6 +79,8 @@ class Dispatcher:
         request, routing, output = live.request, self.routing, live.accepted
         declined = route.declined
         planned = self.table.endpoints.get(route.planned) if route.planned is not None else None
+        if planned is not None and not planned.has(request.adapter):
+            planned = None
         where = self.poison.where(request)
         if where is not None and (planned is None or planned is not where.endpoint):  # rare
             planned = None
@@ -125,7 +127,7 @@ class Dispatcher:
                 room = Headroom.FRESH if live.state.last is None and not where.waits else Headroom.HELD
                 return routing.route(request, tried | where.avoid, output, room=room)
             if only.key not in tried:
-                routing.room_at(only, request.lineage, request.tokens_max)
+                routing.room_at(only, request.lineage, request.tokens_max, request.adapter)
                 return routing.choose([only], request, output)
         if where.waits and routing.targets(request):
             raise self.poison.hold(request)

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from controller.frontend.admission.admission import Reservation
 from controller.frontend.health.exposure import ServedSpan, ServedSpans
-from controller.frontend.openai.choice import Choice, ResponseWriter
+from controller.frontend.openai.choice import Choice, InvalidOutput, ResponseWriter
 from controller.frontend.openai.completion import Completion
-from controller.frontend.openai.text.detokenizer import InvalidOutput
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.effects import TransferOver
@@ -40,8 +39,7 @@ from events.wire import Chunk, Committed, Generate, Logprob, Reserved
 
 # largest number of target chunks buffered during a KV transfer, until the source's last tokens arrive
 HELD_MAX = 1024
-# Natural log of 1/8,000. A correct sampler draws few tokens below this probability, a broken sampler draws mostly
-# such tokens.
+# natural log of 1/8,000; a correct sampler draws few tokens below this probability, a broken one mostly such tokens
 LOGPROB_FLOOR = -9.0
 
 
@@ -238,8 +236,9 @@ class Continuation(msgspec.Struct):
 
         The accepted tokens reduce the number of tokens left to generate.
         """
-        asked, made = self._request, len(self.accepted)
-        sampling = asked.sampling
+        asked, sampling, made = self._request, self._request.sampling, len(self.accepted)
+        if asked.proxied is not None:
+            return asked.passed_on(rank)
         if made:
             left = sampling.max_tokens - made
             floor = max(0, sampling.min_tokens - made)
@@ -260,6 +259,7 @@ class Continuation(msgspec.Struct):
             rank=rank,
             cache_epoch=endpoint.cache_epoch,
             priority=asked.priority,
+            adapter=asked.adapter,
         )
 
     def _rest(self, grammar: AnswerGrammar) -> str:

@@ -85,14 +85,15 @@ class Placer:
     ) -> list[tuple[LiveRequest, Placement, Endpoint | None]]:
         """Return the answers in the order in which to move them, each with placement (method and cost) and target.
 
-        All answers must have the same model and lineage (model revision and tokenizer). `source` is the current worker
-        of all answers, which may send their KV caches. If `source` is None, that worker is lost or not trusted, and
-        every KV cache is recomputed. `to` names the only permitted target (empty: any). Targets in
-        `without` are excluded. The target of an answer is None if no worker has a free slot.
+        All answers must have the same model and lineage (model revision and tokenizer). An answer moves only to a
+        worker that has its adapter. `source` is the current worker of all answers, which may send their KV caches. If
+        `source` is None, that worker is lost or not trusted, and every KV cache is recomputed. `to` names the only
+        permitted target (empty: any). Targets in `without` are excluded. The target of an answer is None if no worker has
+        a free slot.
         """
         endpoints = [
             s
-            for s in self._targets(generations[0].request)
+            for s in self._targets([one.request for one in generations])
             if s is not source and to in ("", s.worker) and s.worker not in without
         ]
         # answers move one at a time, so the load of a target includes those that have already moved
@@ -125,21 +126,26 @@ class Placer:
 
     def _leaving(self, name: str, generation: LiveRequest, targets: Mapping[str, Endpoint]) -> Leaving:
         table, state = self.routing.table, generation.state
-        tried = state.tried | closed_to(state)
+        tried, adapter = state.tried | closed_to(state), generation.request.adapter
+        barred = {key[0] for key in tried if key[0] in targets and targets[key[0]].key == key}
+        if adapter:
+            barred |= {name for name, endpoint in targets.items() if not endpoint.has(adapter)}
         return Leaving(
             request_id=name,
             priority=table.urgency(generation.request.tier),
             arrived=state.began_at,
             tokens=generation.length,
-            barred={key[0] for key in tried if key[0] in targets and targets[key[0]].key == key},
+            barred=barred,
         )
 
-    def _targets(self, request: GenerationRequest) -> list[Endpoint]:
-        """Return at most TARGETS_MAX possible targets, least loaded first.
+    def _targets(self, requests: Sequence[GenerationRequest]) -> list[Endpoint]:
+        """Return at most TARGETS_MAX possible targets of these requests, least loaded first.
 
-        Equally loaded targets are in an order that differs between frontends.
+        The requests have one model and lineage, but may have different adapters. Equally loaded targets are in an order that
+        differs between frontends.
         """
-        endpoints = self.routing.targets(request)
+        each = {request.served: request for request in requests}.values()
+        endpoints = [*{one.key: one for request in each for one in self.routing.targets(request)}.values()]
         first = self._share(len(endpoints))
         by_name = sorted(endpoint.key for endpoint in endpoints)
         turn = {key: (n - first) % len(endpoints) for n, key in enumerate(by_name)}

@@ -56,29 +56,29 @@ class Preemption(Preemptor):
     park_s: float  # maximum total seconds for which one answer is preempted; 0 disables preemption
     feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
     put_off: dict[LiveRequest, _PutOff] = field(default_factory=dict)
-    # by model and lineage: time until which no preemption is tried
+    # by model or adapter, and lineage: time until which no preemption is tried
     vain_until: dict[tuple[str, Lineage], float] = field(default_factory=dict)
     looked_at: int = 0  # index of the first worker to consider for the next preemption
     making_room: bool = False  # a preemption for another request is in progress
 
     # --- making room
 
-    def may(self, model: str, lineage: Lineage, tier: int) -> bool:
+    def may(self, served: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a running answer can be preempted for a request of this tier.
 
-        If none can be, preemption for this model and lineage pauses for IN_VAIN_S.
+        If none can be, preemption for this model or adapter and lineage pauses for IN_VAIN_S.
         """
-        if not self.park_s or tier > 0 or self.now() < self.vain_until.get((model, lineage), 0.0):
+        if not self.park_s or tier > 0 or self.now() < self.vain_until.get((served, lineage), 0.0):
             return False
-        if self._victim(model, lineage) is not None:
+        if self._victim(served, lineage) is not None:
             return True
         self.looked_at += LOOKS_MAX  # look at other workers next time, if there are more
-        self.in_vain(model, lineage)
+        self.in_vain(served, lineage)
         return False
 
-    def make_room(self, model: str, lineage: Lineage) -> bool:
+    def make_room(self, served: str, lineage: Lineage) -> bool:
         """Preempt one answer to make room at its worker. Return False if no answer can be preempted."""
-        found = self._victim(model, lineage)
+        found = self._victim(served, lineage)
         source = found.endpoint if found is not None else None
         if found is None or source is None or self.feed is None:
             return False
@@ -93,20 +93,20 @@ class Preemption(Preemptor):
         self.put_off[found] = _PutOff(move, now + self.park_s - found.state.put_off_s, now + COMMENTS_S)
         return True
 
-    def in_vain(self, model: str, lineage: Lineage) -> None:
+    def in_vain(self, served: str, lineage: Lineage) -> None:
         """Pause preemption for IN_VAIN_S, because the last preemption freed no room.
 
         A worker reports free room only in its next load report.
         """
-        self.vain_until[model, lineage] = self.now() + IN_VAIN_S
+        self.vain_until[served, lineage] = self.now() + IN_VAIN_S
 
-    def _victim(self, model: str, lineage: Lineage) -> LiveRequest | None:
+    def _victim(self, served: str, lineage: Lineage) -> LiveRequest | None:
         """Return the answer to preempt next, or None if no answer can be preempted.
 
         If some worker would have room with one more free slot, the result is the answer that is cheapest to recompute.
         If workers lack KV blocks rather than slots, the result is the longest answer, which holds the most blocks.
         """
-        group = self.table.group(model, lineage)
+        group = self.table.group(served, lineage)
         if group is None:
             return None
         by_count, by_blocks = list[LiveRequest](), list[LiveRequest]()
@@ -145,10 +145,10 @@ class Preemption(Preemptor):
 
     # --- resuming
 
-    def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
+    def waits(self, served: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a preempted answer must resume before requests of this tier are admitted."""
         for one, put_off in self.put_off.items():
-            same = (one.request.model, one.request.lineage) == (model, lineage)
+            same = (one.request.served, one.request.lineage) == (served, lineage)
             if same and not _stale(one, put_off) and self.table.urgency(one.request.tier) <= tier:
                 return True
         return False
@@ -167,11 +167,11 @@ class Preemption(Preemptor):
         now = self.now()
         for one, put_off in list(self.put_off.items()):
             request, due = one.request, now >= put_off.until
-            pool = (request.model, request.lineage, due)
+            pool = (request.served, request.lineage, due)
             if _stale(one, put_off):
                 del self.put_off[one]
             elif model in (None, request.model) and pool not in full:
-                best = None if due else admission.best_waiting(request.model, request.lineage)
+                best = None if due else admission.best_waiting(request.served, request.lineage)
                 if best is not None and best < self.table.urgency(request.tier):
                     full.add(pool)
                     continue

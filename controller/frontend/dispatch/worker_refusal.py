@@ -26,12 +26,13 @@ OURS = re.compile(  # messages of Holdfast's own engines and workers, which cont
     r"|of a prompt of more than \d{1,12} tokens there are no logprobs"
     r"|the request takes \d{1,12} bytes, \d{1,12} are the most that a worker reads"
     r"|[a-z_]{1,40} is not supported: this model's server (?:does not constrain its answers by|does not obey) it"
+    r"|this model's server does not serve /[a-z0-9_/]{1,60}"
     r"|(?:echo|prompt_logprobs) is not supported: this model's server gives no logprobs of a prompt"
 )
 CONTEXT = re.compile(r"(?:context length|context size|context window)\D{0,40}?(\d{1,9})\b")
 # a field name in a sentence; single words are not matched, because they are also ordinary words
 NAME = re.compile(r"[a-z]+(?:_[a-z]+)+")
-STATUSES = (400, 413, 415, 422)
+STATUSES = (400, 404, 413, 415, 422)
 
 
 def as_api_error(rejection: RequestRefusal) -> ApiError:

@@ -14,7 +14,7 @@ from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import refusal
 from controller.frontend.http.route_explanation import explain
 from controller.frontend.http.routes import ROUTE_OF, ROUTES, templated
-from controller.frontend.openai.request_head import id_header
+from controller.frontend.openai.request_head import credentials, id_header, is_messages
 from events.process import admin_guard
 from events.process.admin_guard import own_hosts
 
@@ -51,19 +51,19 @@ class Api:
             route = None
         try:
             if not admin and keys is not None and request.path not in OPEN_PATHS:
-                keys.check(request.headers.get("Authorization", ""))
+                keys.check(credentials(request.headers))
             if route is None:
                 raise _nowhere(request)
             return await route.handler(self.openai, request)
         except ApiError as error:
-            return refusal(error, id_header(request))
+            return refusal(error, id_header(request), messages=is_messages(request.path))
         except Exception:  # an internal error: this client gets a 500, other clients are not affected
             known = "" if route is None else route.path  # not text from the client
             log.exception("request_failed", path=known)
             transport = request.transport
             if request.writer.output_size or transport is None or transport.is_closing():
                 raise
-            return refusal(internal(), id_header(request))
+            return refusal(internal(), id_header(request), messages=is_messages(request.path))
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Handle one request on the admin port, which serves all routes except the routes of the OpenAI API."""

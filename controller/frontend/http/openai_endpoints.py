@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 from functools import partial
 
 import msgspec
@@ -13,23 +12,25 @@ from controller.frontend.admission.admission import Reservation
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, shutting_down, unavailable
 from controller.frontend.http.credentials import ApiKeys
-from controller.frontend.http.responses import Cors, json_answer, refusal
-from controller.frontend.http.served_models import chosen_model
+from controller.frontend.http.request_reader import RequestReader, admitted_proxied
+from controller.frontend.http.responses import Cors, refusal
+from controller.frontend.http.stored_responses import StoredResponses
 from controller.frontend.openai import request_head as heads
 from controller.frontend.openai.completion import (
+    FORMATS,
     AdmittedRequest,
     Completion,
     answer_tokens,
+    read_prompts,
     refuse_unsupported,
 )
-from controller.frontend.openai.intake import UNSCANNED_BYTES, Intake, read_prompts
+from controller.frontend.openai.field_names import in_terms_of
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.output_formats import FormatTable, check_formats
 from controller.frontend.openai.request_head import Head
-from controller.frontend.openai.request_parser import ParsedRequest, parse_body
 from controller.frontend.openai.sse import SseStream, StreamedResponse
 from controller.frontend.openai.text.chat_templates import BadTemplate
-from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
-from controller.frontend.openai.writers import event
+from controller.frontend.openai.text.tokenizer import BUILTIN, TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.request.routing_overrides import read_overrides
 from controller.router.endpoints import EndpointGroup, Lineage
 from controller.router.selection.filter import NoWorker
@@ -55,8 +56,10 @@ class OpenAiEndpoints:
         self._over = False  # if true, all requests are refused
         self.intake = Intake(director.settings, director.metrics.bounds)
         key_file = director.settings.api_key_file
+        self._reader = RequestReader(director, self.intake)
         self.cors = Cors(director.settings.cors_origins)
         self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
+        self.responses = StoredResponses(director)
         self.answering = 0  # requests between the parsing of their body and the end of their response
         self.completions: dict[Completion, None] = {}  # requests that are admitted and tokenized
         self._streams: dict[SseStream, None] = {}  # of requests in progress, also queued ones
@@ -83,7 +86,7 @@ class OpenAiEndpoints:
         """Handle a completion request that arrived through aiohttp."""
         version, tiers = (request.version.major, request.version.minor), self.director.table.tiers
         keep = bool(request.keep_alive)
-        head = heads.read_head(heads.ENDPOINTS[request.path], request.headers, version, tiers, keep=keep)
+        head = heads.read_head(request.path, request.headers, version, tiers, keep=keep)
         response = await self._respond(head, request, request.transport)
         return StreamedResponse(keep=head.keep) if response is None else response
 
@@ -96,7 +99,8 @@ class OpenAiEndpoints:
             return await self._respond(head, body, transport)
         except Exception:  # an internal error, handled as in `Api.handle`
             log.exception("request_failed", endpoint=head.endpoint)
-            return refusal(internal(), answer_headers(head, self.cors))
+            headers = answer_headers(head, self.cors)
+            return refusal(internal(), headers, messages=head.endpoint == "messages")
 
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
@@ -107,39 +111,34 @@ class OpenAiEndpoints:
         """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
         headers[heads.MODE] = "exact"
-        model, kind = "", "unary"
+        model, kind, owner = "", "unary", ""
         error: ApiError | None = None
         try:
             if self.keys is not None:
-                self.keys.check(head.credentials)
+                owner = self.keys.check(head.credentials)
             # the fast path has already parsed these headers together with the head
             if not isinstance(given, bytes):
                 overrides = read_overrides(given.raw_headers, self.director.settings.router)
                 asked = heads.read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
                 head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
-            parsed: ParsedRequest
-            # Most bodies are small, and parsing them needs no coroutine.
-            if isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES:
-                parsed = parse_body(head.endpoint, given)
-            else:
-                parsed = await self.intake.parsed(head.endpoint, given)
-            if head.endpoint == heads.INVOCATIONS:
-                head = msgspec.structs.replace(head, endpoint=heads.COMPLETIONS[parsed.chat])
+            head, parsed, body = await self._reader.read(head, given)
             if parsed.unknown:
                 heads.add_warning(headers, heads.unknown_fields(parsed.unknown))
-            kind = "stream" if parsed.stream else "unary"
-            if parsed.model not in self.director.table.known:
-                model = chosen_model(self.director, parsed.model)
-                parsed = msgspec.structs.replace(parsed, model=model, called=parsed.model)
-            model = parsed.model
+            kind, model = "stream" if parsed.stream else "unary", parsed.model
             self._counts.active[model] += 1
             self.answering += 1
+            if parsed.response is not None:
+                parsed = await self.responses.opened(parsed, parsed.response, owner)
             call = heads.Call(headers["X-Request-Id"], head, parsed, headers, arrived, transport)
-            response, error = await self._answer(call)
+            try:
+                response, error = await self._answer(call)
+            except ApiError as refused:
+                call.parsed = self._reader.pass_on(head, body, refused)
+                response, error = await self._answer(call)
             return response
         except ApiError as raised:
-            error = raised
-            response = refusal(raised, headers)
+            error = in_terms_of(head.endpoint, raised)
+            response = refusal(error, headers, messages=head.endpoint == "messages")
             if not isinstance(given, bytes) and given.content.exception() is not None:
                 response.force_close()  # the start of the next request is unknown
             return response
@@ -178,7 +177,8 @@ class OpenAiEndpoints:
             if not isinstance(why, ApiError):
                 stream.abort()  # the stream already has data: no HTTP error can follow
                 raise
-            stream.end(event(why.body()))
+            why = in_terms_of(call.head.endpoint, why)
+            stream.end(FORMATS[parsed.api].failure(why, call.id))
             return None, why
         finally:
             if stream is not None:
@@ -193,7 +193,10 @@ class OpenAiEndpoints:
             headers |= heads.worker_headers(completion.answers)
         if error is not None:
             raise error
-        return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
+        whole = completion.whole()
+        return web.Response(
+            status=whole.status, body=whole.body, headers=headers | {"Content-Type": whole.media}
+        ), None
 
     async def _admit(self, call: heads.Call, stream: SseStream | None) -> tuple[Completion, Reservation]:
         """Admit a request. Return its answers as a Completion, and its reservation, which is released already.
@@ -202,7 +205,7 @@ class OpenAiEndpoints:
         take the released room. An answer that has to wait nevertheless reserves the same room again. Raise ApiError if
         the request is refused.
         """
-        routing, model, tier = self.director.routing, call.parsed.model, call.head.tier
+        routing, served, tier = self.director.routing, call.parsed.served, call.head.tier
         if self._admission.by_deadline:
             lineage = self._admission.look(call)
             admitted = await self._admitted(call, lineage)
@@ -213,27 +216,30 @@ class OpenAiEndpoints:
             reservation.free()
             admitted = msgspec.structs.replace(admitted, first_token_by=until)
         else:
-            reservation = await self._admission.admit(model, tier)
+            reservation = await self._admission.admit(served, tier)
             try:
                 admitted = await self._admitted(call, reservation.lineage)
             finally:
                 # released for the answers, which are launched before the next request in the queue
                 reservation.free()
         priority = 0 if admitted.first_token_by is None else routing.table.urgency(tier)
-        return Completion(admitted, stream, priority, routing.limit(model)), reservation
+        return Completion(admitted, stream, priority, routing.limit(call.parsed.model)), reservation
 
     async def _admitted(self, call: heads.Call, lineage: Lineage) -> AdmittedRequest:
         """Tokenize a request's prompts and return the admitted request. Raise ApiError if the request is invalid."""
         parsed, director = call.parsed, self.director
         began = director.now()
         try:
+            if parsed.proxied is not None:
+                group, tokens = director.routing.group(parsed.served, lineage), await self.tokens(BUILTIN)
+                return admitted_proxied(call, parsed.proxied, lineage, group, tokens, next(self._serial))
             tokens = await self.tokens_of(parsed.model, lineage)
-            group = director.routing.group(parsed.model, lineage)
+            group = director.routing.group(parsed.served, lineage)
             if group.text_only:
                 refuse_unsupported(parsed, group)
-            reads = parsed.template_reads
-            if reads and tokens.template is not None and not tokens.template.reads(reads):
-                heads.add_warning(call.headers, heads.no_effect(reads))
+            for field, names in parsed.template_reads.items():
+                if tokens.template is not None and not any(map(tokens.template.reads, names)):
+                    heads.add_warning(call.headers, heads.no_effect(field))
             formats = self._formats.of(parsed.model, tokens)
             if parsed.tool_use is not None:
                 check_formats(parsed.tool_use, formats)
@@ -242,9 +248,9 @@ class OpenAiEndpoints:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last worker of this lineage left while its tokenizer was loaded
-            raise self._admission.refusal(error, parsed.model, call.head.tier) from error
+            raise self._admission.refusal(error, parsed.served, call.head.tier) from error
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
-        salt = seed(namespace=parsed.cache_salt)
+        salt = seed(lora=parsed.adapter, namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
         words = parsed.sampling.bad_words
         bad = tokens.word_tokens(words) if words and group.engine != "openai" else []
@@ -273,14 +279,22 @@ class OpenAiEndpoints:
         if self._over:
             raise shutting_down()
         self.completions[completion] = None
+        options = completion.format.parsed.response
+        if options is not None:
+            self.responses.begin(options, completion)
         try:
             self._driver.launch(completion.answers, completion, room)
-            return await completion.over
+            error = await completion.over
         except BaseException:  # whatever the reason, the answers are no longer read
             self._driver.cancel(completion.answers)
+            if options is not None:
+                self.responses.drop(options)
             raise
         finally:
             del self.completions[completion]
+        if options is not None:
+            self.responses.end(options, completion, error)
+        return error
 
     async def tokens_of(self, model: str, lineage: Lineage) -> Tokens:
         """Return a model's tokenizer. Raise ApiError (503) if the tokenizer cannot be loaded."""
@@ -298,6 +312,7 @@ class OpenAiEndpoints:
         """
         if self.keys is not None:
             self.keys.refresh()
+        self.responses.expire(now)
         self._formats.report_unserved(self.director.table.known, now)
         for stream in [*self._streams, *self._unread]:
             stream.check(now)
@@ -343,7 +358,7 @@ class OpenAiEndpoints:
 
 def answer_headers(head: Head, cors: Cors) -> dict[str, str]:
     """Return the headers that every response to this request has."""
-    headers = {"X-Request-Id": head.id or heads.fresh_id()}
+    headers = heads.request_ids(head.id, messages=head.endpoint == "messages")
     if head.warning:
         headers["Warning"] = head.warning
     return headers | cors.headers(head.origin)

@@ -3,14 +3,16 @@
 from collections.abc import Collection, Mapping
 from email.utils import formatdate
 
+import msgspec
 from aiohttp import web
 from aiohttp.http import SERVER_SOFTWARE
 
 from controller.frontend.errors import ApiError
+from controller.frontend.openai.messages.errors import error_body
 
 JSON = "application/json"
 EXPOSED = (
-    "X-Request-Id, X-Holdfast-Worker, X-Holdfast-Mode, X-Holdfast-Exact, X-Holdfast-Suspect, X-Holdfast-Refused, "
+    "X-Request-Id, request-id, X-Holdfast-Worker, X-Holdfast-Mode, X-Holdfast-Exact, X-Holdfast-Suspect, X-Holdfast-Refused, "
     "X-Holdfast-Explain, Warning, Retry-After, retry-after-ms"
 )
 PREFLIGHT_S = 600  # seconds that a browser caches the preflight response
@@ -21,9 +23,10 @@ def json_answer(body: bytes, headers: Mapping[str, str] | None = None, status: i
     return web.Response(status=status, body=body, content_type=JSON, headers=headers)
 
 
-def refusal(error: ApiError, headers: Mapping[str, str]) -> web.Response:
-    """Return an error as an HTTP response with a JSON body."""
-    return json_answer(error.encoded(), {**headers, **error.headers}, error.status)
+def refusal(error: ApiError, headers: Mapping[str, str], *, messages: bool = False) -> web.Response:
+    """Return an error as an HTTP response with a JSON body: OpenAI's, or that of the Messages API."""
+    body = msgspec.json.encode(error_body(error, headers["X-Request-Id"])) if messages else error.encoded()
+    return json_answer(body, {**headers, **error.headers}, error.status)
 
 
 def encoded_response(response: web.Response) -> bytes:
@@ -65,7 +68,7 @@ class Cors:
             return web.Response(status=403)
         wanted = headers.get("Access-Control-Request-Headers", "")
         more = {
-            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
             "Access-Control-Allow-Headers": wanted or "Authorization, Content-Type",
             "Access-Control-Max-Age": str(PREFLIGHT_S),
         }

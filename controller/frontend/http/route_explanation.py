@@ -11,7 +11,7 @@ from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.served_models import chosen_model
-from controller.frontend.openai.intake import read_prompts
+from controller.frontend.openai.completion import read_prompts
 from controller.frontend.openai.request_models import SALT_CHARS_MAX
 from controller.frontend.openai.request_parser import parse_completion, validated
 from controller.frontend.request.routing_overrides import RoutingOverrides, overridden
@@ -56,18 +56,19 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
     prompt now.
     """
     director = endpoints.director
-    scheduler, models = director.routing, director.table.models
+    scheduler, table = director.routing, director.table
     question = validated(RoutingQuestion, await endpoints.intake.parsed("json", request))
     if (question.prompt is None) == (question.tokens is None):
         raise invalid("give either prompt or tokens", "prompt")
-    model = chosen_model(director, question.model)
+    served = chosen_model(director, question.model)
+    model, adapter = table.model_of(served), table.adapter_of(served)
     settings = overridden(director.settings.router, tuple(question.router.items()))
     try:
-        lineage = scheduler.lineage(model)
+        lineage = scheduler.lineage(served)
         tokens = await endpoints.tokens_of(model, lineage)
         given = question.prompt if question.prompt is not None else question.tokens
         parsed = parse_completion({"model": model, "prompt": given})
-        context = scheduler.group(model, lineage).context_tokens
+        context = scheduler.group(served, lineage).context_tokens
         ((prompt, _),) = await read_prompts(parsed, tokens, context, endpoints.intake)
         plan = GenerationRequest(
             id="",
@@ -76,7 +77,8 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
             prompt=prompt,
             sampling=Sampling(max_tokens=1),
             deterministic=True,
-            names=BlockNames(prompt, seed(namespace=question.cache_salt)),
+            names=BlockNames(prompt, seed(lora=adapter, namespace=question.cache_salt)),
+            adapter=adapter,
             cache_salt=question.cache_salt,
             overrides=RoutingOverrides(settings, explain=True),
         )
@@ -86,19 +88,22 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
     why = WHY[settings.mode]
     if settings.mode == "kv" and settings.temperature > 0:
         why += ", drawn at random with a preference for lower cost"
-    others = [endpoint for endpoint in models.get(model, ()) if endpoint not in found]
+    others = [endpoint for endpoint in table.models.get(model, ()) if endpoint not in found]
     return explained(scheduler.choose(found, plan)) | {
-        "model": model,
+        "model": served,
         "why": why,
         "known": scheduler.state.known,
         "left_out": [
-            {"worker": endpoint.worker, "why": _why_not(director, endpoint, lineage)} for endpoint in others
+            {"worker": endpoint.worker, "why": _why_not(director, endpoint, lineage, adapter)}
+            for endpoint in others
         ],
     }
 
 
-def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage) -> str:
+def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage, adapter: str) -> str:
     """Return why a worker that serves the model is not a candidate for the prompt."""
+    if not endpoint.has(adapter):
+        return "it does not have the adapter"
     if not endpoint.routable:
         return f"the fleet took it out of service ({endpoint.status.value})"
     try:

@@ -14,32 +14,55 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http import status_endpoints, tokenizing
+from controller.frontend.http import messages_endpoints, responses_endpoints, status_endpoints, tokenizing
 from controller.frontend.http.docs_page import PAGE_HEADERS, docs_page
+from controller.frontend.http.messages_endpoints import CountedTokens
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import JSON, json_answer
+from controller.frontend.http.responses_endpoints import DeletedResponse
 from controller.frontend.http.served_models import ModelEntry
 from controller.frontend.http.status_endpoints import VERSION, ModelList, ServerLoad, Version
 from controller.frontend.http.tokenizing import Detokenized, Tokenized
 from controller.frontend.openai import request_models as models
+from controller.frontend.openai.messages import models as messages
+from controller.frontend.openai.request_head import ENDPOINTS
+from controller.frontend.openai.responses import models as responses
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
+from events.proxied_paths import AUDIO, POOLING
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
 EVENTS, TEXT, HTML = "text/event-stream", "text/plain", "text/html"
 MODEL = "{model}"  # stands for the rest of a path, which may be any text
 MODEL_PATH = f"/v1/models/{MODEL}"
+RESPONSE = "{response_id}"
+RESPONSE_PATH = f"{responses_endpoints.PATH}{RESPONSE}"
 _AT = "#/components/schemas/"
 _REFUSED = {
     models.ChatBody.__name__: models.REFUSED_BY_CHAT,
     models.CompletionBody.__name__: models.REFUSED_BY_COMPLETIONS,
     models.TokenizeChatBody.__name__: models.REFUSED_BY_TOKENIZE,
     models.TokenizePromptBody.__name__: models.REFUSED_BY_TOKENIZE,
+    messages.MessagesBody.__name__: messages.REFUSED_BY_MESSAGES,
+    messages.CountTokensBody.__name__: messages.REFUSED_BY_MESSAGES,
+    responses.ResponsesBody.__name__: responses.REFUSED_BY_RESPONSES,
 }
-_GENERATES = (models.ChatBody.__name__, models.CompletionBody.__name__)
-_IGNORE = {"": _GENERATES, "stream_options": (models.StreamOptions.__name__,)}
+_IN_OPTIONS = "stream_options."
+_IGNORED: dict[str, dict[str, str]] = {
+    models.ChatBody.__name__: models.IGNORED,
+    models.CompletionBody.__name__: models.IGNORED,
+    models.StreamOptions.__name__: {
+        name.removeprefix(_IN_OPTIONS): why
+        for name, why in models.IGNORED.items()
+        if name.startswith(_IN_OPTIONS)
+    },
+    messages.MessagesBody.__name__: messages.IGNORED_BY_MESSAGES,
+    messages.CountTokensBody.__name__: messages.IGNORED_BY_COUNT_TOKENS,
+    responses.ResponsesBody.__name__: responses.IGNORED_BY_RESPONSES,
+}
 _HEADERS = {
     "X-Request-Id": "the client's id of the request",
+    "X-Holdfast-Mode": "exact or proxied: whether the server behind a worker gets the body unchanged",
     "X-Priority": "premium, standard or best_effort",
     "traceparent": "trace of the request (W3C Trace Context)",
     "X-Holdfast-TTFT-Deadline-Ms": "maximum milliseconds to the first token; with admission by deadlines only, like the next two",
@@ -89,6 +112,33 @@ ROUTES = (
         "Create a chat completion from a body with messages, or a text completion from one with a prompt (SageMaker).",
         (models.ChatBody, models.CompletionBody), media=(JSON, EVENTS),
     ),
+    Route(
+        "POST", "/v1/messages", OpenAiEndpoints.serve, "Create a message (Anthropic's API).", (messages.MessagesBody,),
+        media=(JSON, EVENTS),
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", messages_endpoints.count_tokens, "Count the tokens of a message's prompt.",
+        (messages.CountTokensBody,), CountedTokens,
+    ),
+    Route(
+        "POST", "/v1/responses", OpenAiEndpoints.serve, "Create a response.", (responses.ResponsesBody,),
+        media=(JSON, EVENTS),
+    ),
+    Route(
+        "GET", RESPONSE_PATH, responses_endpoints.retrieve, "Return a stored response, or one in progress.",
+    ),
+    Route(
+        "DELETE", RESPONSE_PATH, responses_endpoints.delete, "Delete a stored response.", answer=DeletedResponse,
+    ),
+    Route(
+        "POST", f"{RESPONSE_PATH}/cancel", responses_endpoints.cancel,
+        "Cancel a response in progress; one that has ended is returned unchanged.",
+    ),
+    *(
+        Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.", (models.PoolingBody,))
+        for path in POOLING
+    ),
+    *(Route("POST", path, OpenAiEndpoints.serve, "Pass the request on to a server of the model.") for path in AUDIO),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(
@@ -123,7 +173,12 @@ ROUTE_OF = {(route.method, route.path): route for route in ROUTES}
 def templated(path: str) -> str:
     """Return the path template that a path matches, or the path itself if it matches none."""
     before, _, _ = MODEL_PATH.partition(MODEL)
-    return MODEL_PATH if path.startswith(before) else path
+    if path.startswith(before):
+        return MODEL_PATH
+    if path.startswith(responses_endpoints.PATH):
+        id, slash, rest = path.removeprefix(responses_endpoints.PATH).partition("/")
+        return RESPONSE_PATH + slash + rest if id else path
+    return path
 
 
 @cache
@@ -174,9 +229,10 @@ def _operation(route: Route) -> Schema:
 
 def _parameters(route: Route) -> Iterator[Schema]:
     text = {"type": "string"}
-    if MODEL in route.path:
-        yield {"name": MODEL.strip("{}"), "in": "path", "required": True, "schema": text}
-    if {body.__name__ for body in route.bodies} & set(_GENERATES):
+    for name in (MODEL, RESPONSE):
+        if name in route.path:
+            yield {"name": name.strip("{}"), "in": "path", "required": True, "schema": text}
+    if route.path in ENDPOINTS:
         for name, says in _HEADERS.items():
             yield {"name": name, "in": "header", "required": False, "schema": text, "description": says}
 
@@ -191,10 +247,9 @@ def _schemas() -> Iterator[tuple[str, Schema]]:
         properties = schema["properties"]
         for field, harmless in _REFUSED.get(name, {}).items():
             properties[field] = {"enum": list(harmless), "description": "any other value is refused"}
-        for field, why in models.IGNORED.items():
-            whole, _, part = field.rpartition(".")
-            if name in _IGNORE.get(whole, ()):
-                properties[part] = {"description": f"ignored: {why}"}
+        for field, why in _IGNORED.get(name, {}).items():
+            if "." not in field:
+                properties[field] = {"description": f"ignored: {why}"}
         yield name, schema
     answers = [route.answer for route in ROUTES if route.answer is not None]
     yield from msgspec.json.schema_components(answers, ref_template=f"{_AT}{{name}}")[1].items()

@@ -1,4 +1,4 @@
-"""Looks up served models by name or alias, and the group of workers that serves a model."""
+"""Looks up served models and adapters by name or alias, and the group of workers that serves them."""
 
 import msgspec
 from msgspec import UNSET
@@ -9,14 +9,16 @@ from controller.router.endpoints import EndpointGroup
 
 
 class ModelEntry(msgspec.Struct):
-    """One served model."""
+    """One served model or adapter."""
 
     id: str
     max_model_len: int  # maximum tokens of a prompt and its answer together
     object: str = "model"
     created: int = 0  # creation time is unknown
     owned_by: str = "holdfast"
-    root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model that it refers to
+    # of an alias: the model or adapter that it refers to; of an adapter: its own name, because its folder is not known
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its model
 
 
 def not_served(director: Director, model: str) -> ApiError:
@@ -33,21 +35,22 @@ def not_served(director: Director, model: str) -> ApiError:
 
 
 def model_of(director: Director, name: str) -> str:
-    """Return the known model for a name: the model's own name, an alias, or a name that its servers report.
+    """Return the known model or adapter for a name: its own name, an alias, or a name that its servers report.
 
-    Raise ApiError if no worker serves the model: 503 if a worker may serve the model soon, otherwise 404.
+    Raise ApiError if no worker serves it: 503 if a worker may serve the model soon, otherwise 404. No worker is waited for
+    because of an adapter.
     """
-    aliases, further = director.settings.model_aliases, director.table.further
+    table, aliases = director.table, director.settings.model_aliases
     model = aliases.get(name, name)
-    for one in (name, model, further.get(name, name)):  # a model's own name has precedence over aliases
-        if one in director.table.known:
+    for one in (name, model, table.further.get(name, name)):  # an own name has precedence over aliases
+        if one in table.known or one in table.adapters:
             return one
     raise not_served(director, model)
 
 
 def served_names(director: Director) -> dict[str, str]:
-    """Return the model for each name under which a model is served. The models' own names come first."""
-    served = director.table.served
+    """Return the model or adapter for each name under which one is served. The own names come first."""
+    served = [*director.table.served, *director.table.served_adapters]
     further = director.table.further | director.settings.model_aliases
     return {model: model for model in served} | {
         name: model for name, model in further.items() if model in served and name not in served
@@ -55,7 +58,7 @@ def served_names(director: Director) -> dict[str, str]:
 
 
 def chosen_model(director: Director, name: str | None) -> str:
-    """Return the known model of this name or, without a name, the only model that is served.
+    """Return the known model or adapter of this name or, without a name, the only model that is served.
 
     Raise ApiError: 404 or 503 if no worker serves the named model, 400 if `name` is missing and not
     exactly one model is served.
@@ -68,21 +71,23 @@ def chosen_model(director: Director, name: str | None) -> str:
     return served[0]
 
 
-def group_of(director: Director, model: str) -> EndpointGroup:
-    """Return a known model's workers of the lineage (model revision and tokenizer) that new requests get.
+def group_of(director: Director, served: str) -> EndpointGroup:
+    """Return the workers of a known model or adapter that have the lineage (model revision and tokenizer) that new requests get.
 
     If the model has several lineages, this is the first one with a worker in service. The result also contains workers
     that are out of service. Raise ApiError (503) if all workers of the model have left.
     """
-    models = director.table.models
-    endpoints = models.get(model, ())
+    endpoints = director.table.serving(served)
     if not endpoints:
-        raise not_served(director, model)
+        raise not_served(director, served)
     first = next((endpoint for endpoint in endpoints if endpoint.routable), endpoints[0])
-    return director.routing.group(model, first.lineage)
+    return director.routing.group(served, first.lineage)
 
 
-def model_entry(director: Director, name: str, model: str) -> ModelEntry:
-    """Return the entry of /v1/models for a served model. `name` is one of the model's names."""
-    root = UNSET if name == model else model
-    return ModelEntry(id=name, max_model_len=group_of(director, model).shown_context, root=root)
+def model_entry(director: Director, name: str, served: str) -> ModelEntry:
+    """Return the entry of /v1/models for a served model or adapter. `name` is one of its names."""
+    adapter = director.table.adapter_of(served)
+    root = adapter or (UNSET if name == served else served)
+    parent = director.table.model_of(adapter) if adapter else UNSET
+    context = group_of(director, served).shown_context
+    return ModelEntry(id=name, max_model_len=context, root=root, parent=parent)

@@ -8,7 +8,12 @@ import msgspec
 from controller.frontend.errors import ApiError
 from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import Endpoint
-from events.wire import Logprob
+from events.errors import HoldfastError
+from events.wire import Logprob, ProxiedPiece
+
+
+class InvalidOutput(HoldfastError):
+    """A worker's output cannot come from its model; the message names what is invalid."""
 
 
 class ResponseWriter:
@@ -27,6 +32,13 @@ class ResponseWriter:
 
     def write_text(self, text: str, tokens: int) -> None:
         """Accept text that an engine returned without tokens. `tokens` is the number of tokens that the text counts as."""
+
+    def pass_on(self, piece: ProxiedPiece) -> int:
+        """Accept a piece of a proxied response, and return the number of tokens that it counts as.
+
+        Raise InvalidOutput if the request was not proxied.
+        """
+        raise InvalidOutput("an HTTP response to a request that was not proxied")
 
     def end_at(self, token: int) -> None:
         """Accept the stop token that ended the answer, which has no text."""

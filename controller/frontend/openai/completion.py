@@ -1,21 +1,25 @@
-"""A client's request with its answers (one per prompt and choice), and the response built from them."""
+"""A client's request with its tokenized prompts, its answers (one per prompt and choice), and the response."""
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
-from controller.frontend.openai import writers
-from controller.frontend.openai.choice import Choice, ResponseWriter
-from controller.frontend.openai.output_formats import OutputFormats, is_parsed, parser_of
-from controller.frontend.openai.parsed_writers import ParsedBufferedWriter, ParsedStreamingWriter
+from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.formats import AnswerFormat, ChatFormat, WholeResponse
+from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.messages.events import MessagesFormat
+from controller.frontend.openai.output_formats import OutputFormats
+from controller.frontend.openai.proxied import ProxiedFormat
 from controller.frontend.openai.request_head import Call
+from controller.frontend.openai.request_models import TEXT_CHARS_MAX
 from controller.frontend.openai.request_parser import ParsedRequest
-from controller.frontend.openai.sse import DONE, INEXACT, SseStream
+from controller.frontend.openai.responses.events import ResponsesFormat
+from controller.frontend.openai.sse import INEXACT, SseStream
+from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.request.answer_grammar import AnswerGrammar
 from controller.frontend.request.state import GenerationRequest
@@ -26,10 +30,20 @@ from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
+TRUNCATED_CHARS_PER_TOKEN = 8  # of the context, in a text of which only the last tokens are used
 FINGERPRINT_CHARS = 10
 FINGERPRINTS_KEPT = 1024
 # maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
 ECHOED_LOGPROBS_MAX = 100_000
+
+FORMATS: dict[str, type[AnswerFormat]] = {
+    "chat": ChatFormat,
+    "completions": ChatFormat,
+    "messages": MessagesFormat,
+    "proxied": ProxiedFormat,
+    "responses": ResponsesFormat,
+}
+"""By API: the format of its responses."""
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
@@ -120,18 +134,17 @@ class Completion:
         request exceeds the context.
         """
         call = admitted.call
-        self._parsed = parsed = call.parsed
-        created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        self._formats = admitted.formats
-        special = parsed.special or is_parsed(parsed, admitted.formats)
+        parsed = call.parsed
         fingerprint = system_fingerprint(parsed.model, *admitted.lineage)
-        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created, special, fingerprint)
+        self.format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream, fingerprint)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
         forbidden = "n_over_1" if parsed.n > 1 else ""
         if parsed.guided and admitted.constraint is None:
             forbidden = forbidden or "guided_decoding"
+        if parsed.proxied is not None:
+            forbidden = "proxied"
         for prompt, text, names in admitted.prompts:
             for choice in range(parsed.n):
                 request = GenerationRequest(
@@ -150,33 +163,17 @@ class Completion:
                     arrived=call.arrived,
                     first_token_by=admitted.first_token_by,
                     cache_salt=parsed.cache_salt,
+                    proxied=parsed.proxied,
+                    adapter=parsed.adapter,
                     overrides=call.head.overrides,
                     traceparent=call.head.trace,
                 )
                 accepted: list[int] = []
-                writer = self._writer(prompt, text, accepted)
+                writer = self.format.writer(len(self.answers), prompt, text, accepted)
                 self.answers.append(Choice(request, writer, migration_limit, forbidden, accepted))
         self._left = len(self.answers)
         if stream is not None:
             stream.answers = self.answers
-
-    def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
-        """Return the writer of the next answer. `accepted` is the growing list of this answer's tokens."""
-        format, parsed, context = self._format, self._parsed, writers.PLAIN
-        if parsed.detailed:
-            echoed = (text or format.tokens.decode(prompt)) if parsed.echo else parsed.echo_text
-            requested = parsed.logprobs_of_prompt is not None
-            shown = (text or format.tokens.decode(prompt, special=True)) if parsed.prompt_text else ""
-            context = writers.AnswerContext(prompt, echoed, shown, accepted, requested)
-        index = len(self.answers)
-        if is_parsed(parsed, self._formats):
-            parser = partial(parser_of, parsed, self._formats, text, f"{format.request}-{index}")
-            if self.stream is None:
-                return ParsedBufferedWriter(format, context, parser)
-            return ParsedStreamingWriter(format, self.stream, index, context, parser())
-        if self.stream is None:
-            return writers.BufferedWriter(format, context)
-        return writers.StreamingWriter(format, self.stream, index, context)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -199,41 +196,15 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(writers.event(error.body()))
+            stream.end(self.format.failed(error, self.answers))
         else:
-            if self._parsed.include_usage:
-                stream.parts.append(self._format.total(self.usage()))
             if any(not answer.exact for answer in self.answers):
                 stream.parts.append(INEXACT)
-            stream.end(DONE)
+            stream.end(self.format.last(self.answers))
 
-    def usage(self) -> dict[str, object]:
-        """Return the token usage: the prompt tokens, and the accepted tokens of all answers, over all attempts."""
-        # plain loops, because generators take four times as long
-        made = read = cached = 0
-        for answer in self.answers:
-            made += len(answer.accepted)
-        # choices of one prompt share its tokens, so each prompt is counted once
-        for answer in self.answers[:: self._parsed.n]:
-            read += len(answer.request.prompt)
-            cached += answer.cached_tokens or 0
-        total = writers.usage(read, 0 if self._parsed.silent else made)
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
-
-    def body(self) -> dict[str, object]:
-        """Return the response body of a request that is not streamed."""
-        parts = enumerate(answer.writer for answer in self.answers)
-        choices = [part.choice(index) for index, part in parts if isinstance(part, writers.BufferedWriter)]
-        name = "chat.completion" if self._parsed.chat else "text_completion"
-        more = {"usage": self.usage(), "system_fingerprint": self._format.fingerprint}
-        whole = self._format.response(name, choices) | more
-        if self._parsed.chat and self._parsed.token_ids:
-            whole["prompt_token_ids"] = self.answers[0].request.prompt
-        if self._parsed.chat:  # a chat has one prompt, so these are beside its choices
-            for name in ("prompt_logprobs", "prompt_text"):
-                values = [choice.pop(name) for choice in choices if name in choice]
-                whole |= {name: values[0]} if values else {}
-        return whole
+    def whole(self) -> WholeResponse:
+        """Return the response to a request that is not streamed."""
+        return self.format.whole(self.answers)
 
 
 @lru_cache(FINGERPRINTS_KEPT)
@@ -280,3 +251,109 @@ def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
     ):
         if wanted and group.text_only:
             raise unsupported(name, "this model's servers return text only")
+
+
+async def read_prompts(
+    parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
+) -> list[tuple[list[int], str]]:
+    """Return each prompt as tokens and as text.
+
+    The text is empty if the client gave token ids or requested truncated prompts. `context` is the model's context
+    length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is invalid, 503 if too much text waits
+    to be tokenized. Raise BadTemplate if the chat template refuses the messages.
+    """
+    sampling, chat = parsed.sampling, parsed.messages is not None
+    for name, named in (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+    ):
+        if named and (highest := max(named)) >= tokens.size:
+            raise invalid(f"{name}: the token {highest} is not below {tokens.size}", name)
+    prompts = [rendered(parsed, tokens.template)] if chat else parsed.prompts or []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if parsed.truncate is None:
+                _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
+            else:
+                _check_truncated(prompt, context, intake)
+    # A request with a cache salt does not share cached text, because its tokenization time would reveal whether the
+    # text was seen before.
+    shared, threads, out = not parsed.cache_salt, intake.long_texts, []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            special = not chat if parsed.special_tokens is None else parsed.special_tokens
+            read = await tokens.encode_soon(prompt, threads, special=special, shared=shared)
+            if parsed.truncate is None:
+                out.append((read, prompt))
+            else:
+                out.append((_truncated(read, parsed, context), ""))
+        else:
+            given = prompt if parsed.truncate is None else _truncated(prompt, parsed, context)
+            out.append((_token_ids(given, tokens.size, context), ""))
+    if not all(prompt for prompt, _ in out):
+        name = "prompt" if parsed.truncate is None else "truncate_prompt_tokens"
+        raise invalid(f"{name}: the prompt has no tokens", "messages" if chat and name == "prompt" else name)
+    return out
+
+
+def rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
+    """Return a chat as a prompt, rendered by the model's chat template.
+
+    Raise ApiError (400) if the model has no template. Raise BadTemplate if the template refuses the messages.
+    """
+    if template is None:
+        message = "this model has no chat template; use /v1/completions"
+        raise invalid(message, "messages", "no_chat_template")
+    render = template.render_continued if parsed.continues else template.render
+    return render(parsed.messages or (), **(parsed.template_extra or {}))
+
+
+def _truncated(prompt: list[int], parsed: ParsedRequest, context: int) -> list[int]:
+    """Return the last tokens of a prompt: as many as the client requested.
+
+    If the requested number is negative, return as many as fit into the context together with `max_tokens`.
+    """
+    most = parsed.truncate or 0
+    if most < 0:
+        most = context - (parsed.max_tokens or 1)
+    return prompt[-most:] if most > 0 else []
+
+
+def _check_truncated(text: str, context: int, intake: Intake) -> None:
+    """Raise ApiError (400) if a text is too long to be tokenized as a whole, only to use its last tokens.
+
+    The tail alone could have other tokens, because a token depends on the text before it.
+    """
+    most = max(TEXT_CHARS_MAX, TRUNCATED_CHARS_PER_TOKEN * context)
+    if len(text) > most:
+        intake.bounds.count("text_length")
+        why = f"a text that is truncated may have {most} characters, not {len(text)}"
+        raise invalid(f"truncate_prompt_tokens: {why}", "truncate_prompt_tokens")
+
+
+def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
+    """Raise ApiError (400), which names the field `param`, if a text is certainly too long for the context.
+
+    Such a text is not tokenized, because that would take a second per megabyte.
+    """
+    if len(text) < context:  # the common case: a token has at least one character
+        return
+    least = tokens.tokens_min(text, context - 1)
+    if least >= context:
+        intake.bounds.count("text_length")
+        raise too_long(least, context, param, least=True)
+
+
+def _token_ids(given: list[int], size: int, context: int) -> list[int]:
+    """Return a prompt of token ids unchanged. Raise ApiError (400) if it is not valid.
+
+    A prompt that is too long is refused before its ids are checked, because checking millions would block the event
+    loop.
+    """
+    if len(given) >= context:
+        raise too_long(len(given), context, "prompt")
+    if not all(type(token) is int for token in given):
+        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
+    if not all(0 <= token < size for token in given):
+        raise invalid(f"a token of the prompt is below zero, or not below {size}", "prompt")
+    return given

@@ -13,19 +13,17 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import structlog
 from aiohttp import StreamReader, web
 
-from controller.frontend.errors import ApiError, invalid, too_long, unavailable
+from controller.frontend.errors import ApiError, invalid, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
-from controller.frontend.openai.request_models import TEXT_CHARS_MAX
-from controller.frontend.openai.request_parser import ParsedRequest, bad_json, parse_body
-from controller.frontend.openai.text.chat_templates import ChatTemplate
+from controller.frontend.openai.request_kinds import parse_body
+from controller.frontend.openai.request_parser import bad_json
 from controller.frontend.openai.text.long_texts import RETRY_AFTER_S, LongTexts
-from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 
 MIB = 2**20
@@ -42,7 +40,6 @@ CHEAP_BYTES = 2**19
 CHEAP_TEXTS = 2**12
 CHEAP_NESTED = 2**10
 CHEAP_VALUES = 2**15
-TRUNCATED_CHARS_PER_TOKEN = 8  # of the context, in a text of which only the last tokens are used
 HUGE_BYTES = 4 * MIB  # size of a body from which a separate process parses it
 COMMAND = (sys.executable, "-m", "controller.frontend.openai.parse_process")
 
@@ -109,6 +106,13 @@ class BodyScan:
         return ""
 
 
+class ReceivedBody(NamedTuple):
+    """A decompressed body, with the counts of its scan. They are zero if the body was not scanned while it arrived."""
+
+    body: bytes
+    scan: BodyScan | None  # None: not scanned, because the body is small
+
+
 class DecompressedTooLarge(Exception):
     """The decompressed body exceeds its limit."""
 
@@ -130,8 +134,21 @@ class Intake:
         Raise ApiError: 400 if the body is invalid or has too many values, 408 if it has not arrived after `body_s`,
         413 if it is larger than the request's `client_max_size`, 503 if another limit is exceeded.
         """
+        return await self.parse(kind, await self.receive(given))
+
+    async def receive(self, given: bytes | web.BaseRequest, *, json: bool = True) -> ReceivedBody:
+        """Return the body of a request. `json` states that its values are counted while it arrives.
+
+        Raise ApiError as `parsed` does, except for invalid values.
+        """
         scan = BodyScan(self._limits)
-        body = given if isinstance(given, bytes) else await self._received(given, scan)
+        if isinstance(given, bytes):
+            return ReceivedBody(given, scan)
+        return ReceivedBody(await self._received(given, scan if json else None), scan)
+
+    async def parse(self, kind: str, received: ReceivedBody) -> Any:
+        """Return a parsed body. `kind` selects the parser (`parse_body`). Raise ApiError as `parsed` does."""
+        body, scan = received.body, received.scan or BodyScan(self._limits)
         # the body was not scanned while it arrived
         if scan.size != len(body) and len(body) > UNSCANNED_BYTES:
             await self.scan(scan, body)
@@ -150,8 +167,8 @@ class Intake:
             if at and at % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
 
-    async def _received(self, request: web.BaseRequest, scan: BodyScan) -> bytes:
-        """Return a request's decompressed body. An uncompressed body that arrives in pieces is scanned while it arrives."""
+    async def _received(self, request: web.BaseRequest, scan: BodyScan | None) -> bytes:
+        """Return a request's decompressed body. `scan` scans an uncompressed body that arrives in pieces meanwhile."""
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # otherwise curl waits a second
         most = request.client_max_size
@@ -252,112 +269,6 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
     if found and not stream.eof:
         raise ValueError(f"the {encoding} data is truncated")
     return b"".join(found)
-
-
-async def read_prompts(
-    parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
-) -> list[tuple[list[int], str]]:
-    """Return each prompt as tokens and as text.
-
-    The text is empty if the client gave token ids or requested truncated prompts. `context` is the model's context
-    length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is invalid, 503 if too much text waits
-    to be tokenized. Raise BadTemplate if the chat template refuses the messages.
-    """
-    sampling, chat = parsed.sampling, parsed.messages is not None
-    for name, named in (
-        ("logit_bias", sampling.logit_bias),
-        ("allowed_token_ids", sampling.allowed_token_ids),
-    ):
-        if named and (highest := max(named)) >= tokens.size:
-            raise invalid(f"{name}: the token {highest} is not below {tokens.size}", name)
-    prompts = [_rendered(parsed, tokens.template)] if chat else parsed.prompts or []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            if parsed.truncate is None:
-                _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
-            else:
-                _check_truncated(prompt, context, intake)
-    # A request with a cache salt does not share cached text, because its tokenization time would reveal whether the
-    # text was seen before.
-    shared, threads, out = not parsed.cache_salt, intake.long_texts, []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            special = not chat if parsed.special_tokens is None else parsed.special_tokens
-            read = await tokens.encode_soon(prompt, threads, special=special, shared=shared)
-            if parsed.truncate is None:
-                out.append((read, prompt))
-            else:
-                out.append((_truncated(read, parsed, context), ""))
-        else:
-            given = prompt if parsed.truncate is None else _truncated(prompt, parsed, context)
-            out.append((_token_ids(given, tokens.size, context), ""))
-    if not all(prompt for prompt, _ in out):
-        name = "prompt" if parsed.truncate is None else "truncate_prompt_tokens"
-        raise invalid(f"{name}: the prompt has no tokens", "messages" if chat and name == "prompt" else name)
-    return out
-
-
-def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
-    """Return a chat as a prompt, rendered by the model's chat template.
-
-    Raise ApiError (400) if the model has no template. Raise BadTemplate if the template refuses the messages.
-    """
-    if template is None:
-        message = "this model has no chat template; use /v1/completions"
-        raise invalid(message, "messages", "no_chat_template")
-    render = template.render_continued if parsed.continues else template.render
-    return render(parsed.messages or (), **(parsed.template_extra or {}))
-
-
-def _truncated(prompt: list[int], parsed: ParsedRequest, context: int) -> list[int]:
-    """Return the last tokens of a prompt: as many as the client requested.
-
-    If the requested number is negative, return as many as fit into the context together with `max_tokens`.
-    """
-    most = parsed.truncate or 0
-    if most < 0:
-        most = context - (parsed.max_tokens or 1)
-    return prompt[-most:] if most > 0 else []
-
-
-def _check_truncated(text: str, context: int, intake: Intake) -> None:
-    """Raise ApiError (400) if a text is too long to be tokenized as a whole, only to use its last tokens.
-
-    The tail alone could have other tokens, because a token depends on the text before it.
-    """
-    most = max(TEXT_CHARS_MAX, TRUNCATED_CHARS_PER_TOKEN * context)
-    if len(text) > most:
-        intake.bounds.count("text_length")
-        why = f"a text that is truncated may have {most} characters, not {len(text)}"
-        raise invalid(f"truncate_prompt_tokens: {why}", "truncate_prompt_tokens")
-
-
-def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
-    """Raise ApiError (400), which names the field `param`, if a text is certainly too long for the context.
-
-    Such a text is not tokenized, because that would take a second per megabyte.
-    """
-    if len(text) < context:  # the common case: a token has at least one character
-        return
-    least = tokens.tokens_min(text, context - 1)
-    if least >= context:
-        intake.bounds.count("text_length")
-        raise too_long(least, context, param, least=True)
-
-
-def _token_ids(given: list[int], size: int, context: int) -> list[int]:
-    """Return a prompt of token ids unchanged. Raise ApiError (400) if it is not valid.
-
-    A prompt that is too long is refused before its ids are checked, because checking millions would block the event
-    loop.
-    """
-    if len(given) >= context:
-        raise too_long(len(given), context, "prompt")
-    if not all(type(token) is int for token in given):
-        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
-    if not all(0 <= token < size for token in given):
-        raise invalid(f"a token of the prompt is below zero, or not below {size}", "prompt")
-    return given
 
 
 class BodyParsers:

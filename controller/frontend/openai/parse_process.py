@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.request_parser import KINDS, parse_body
+from controller.frontend.openai.request_kinds import KINDS, parse_body
 
 HEAD = struct.Struct("<IB")
 SIZE = struct.Struct("<I")

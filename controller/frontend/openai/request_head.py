@@ -37,12 +37,19 @@ from controller.frontend.request.routing_overrides import (
 )
 from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
+from events.proxied_paths import AUDIO, POOLING
 
-INVOCATIONS = "invocations"  # either of the other two, by the request's body
-COMPLETIONS = ("completions", "chat_completions")  # by whether a request is a chat
+INVOCATIONS = "invocations"  # a chat or a completion, by the request's body
 ENDPOINTS = {
-    "/v1/chat/completions": "chat_completions", "/v1/completions": "completions", "/invocations": INVOCATIONS,
-}  # fmt: skip
+    "/v1/chat/completions": "chat_completions",
+    "/v1/completions": "completions",
+    "/invocations": INVOCATIONS,
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+    **{path: path.strip("/").replace("/", "_") for path in (*POOLING, *AUDIO)},
+}
+"""By path: the endpoint's name in metrics, and the kind of its bodies."""
+MODES = ("", "exact", "proxied")
 KEPT_MAX = 256  # number of heads in the cache
 READ_AHEAD = 2**16  # read-ahead limit that aiohttp's parser requires; the parser receives no body here
 REQUEST_ID_MAX = 128
@@ -50,10 +57,9 @@ SHOWN_MAX = 8  # unknown fields that are listed, and characters of each name
 NAME_MAX = 40
 ID_BYTES = 16  # random bytes of a generated id, which consists of their hex digits
 SUSPECT = "X-Holdfast-Suspect"
-MODE = (
-    "X-Holdfast-Mode"  # exact: the frontend has the answer as tokens, and can continue it on another worker
-)
+MODE = "X-Holdfast-Mode"  # exact or proxied
 EXACT = "X-Holdfast-Exact"
+API_KEY = "x-api-key"
 EXPLAINED_MAX = 8  # number of candidates in a header, because many clients accept at most 8 KB of headers
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MS_MAX = 86_400_000.0
@@ -96,9 +102,12 @@ class Head(msgspec.Struct, frozen=True):
     keep: bool = True  # keep the connection open after the response
     chunked: bool = True  # whether the response stream may be chunked
     overrides: RoutingOverrides = NO_OVERRIDES
-    credentials: str = ""  # the header Authorization
+    credentials: str = ""  # the header Authorization, or x-api-key in its form
     origin: str = ""  # the header Origin
     asked: AdmissionHeaders = NOTHING  # empty without admission by deadlines
+    path: str = ""
+    media: str = ""  # media type of the body; empty: JSON
+    mode: str = ""  # the header X-Holdfast-Mode
     end: int = 0  # number of bytes of the head, including the empty line
     whole: int = 0  # number of bytes of head and body
 
@@ -115,7 +124,7 @@ class Call(msgspec.Struct):
 
 
 def read_head(
-    endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
+    path: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
     """Return a request's head, with default values for the routing overrides and the admission headers.
 
@@ -126,10 +135,19 @@ def read_head(
     tier, known = tiers.tier_of(priority)
     warning = "" if known else f'299 - "unknown X-Priority {_printable(priority or "")}: served as {tier}"'
     id, trace, chunked = own_id(headers.get("X-Request-Id")), traceparent(headers), version >= (1, 1)
-    key, origin = headers.get("Authorization", ""), headers.get("Origin", "")
+    key, origin = credentials(headers), headers.get("Origin", "")
     return Head(
-        endpoint, id, tier, warning, trace, version, keep and chunked, chunked, credentials=key, origin=origin
-    )
+        ENDPOINTS[path], id, tier, warning, trace, version, keep and chunked, chunked, credentials=key, origin=origin,
+        path=path, media=headers.get("Content-Type", ""), mode=headers.get(MODE, ""),
+    )  # fmt: skip
+
+
+def credentials(headers: "CIMultiDictProxy[str]") -> str:
+    """Return the header `Authorization`. Without it, return `x-api-key`, which Anthropic's clients send, in its form."""
+    given = headers.get("Authorization", "")
+    if not given and (key := headers.get(API_KEY)):
+        return f"Bearer {key}"
+    return given
 
 
 class HeadCache:
@@ -173,12 +191,12 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
         asked = read_admission(message.raw_headers) if by_deadline else NOTHING
     except Exception:  # aiohttp will find the same error and answer the request
         return None
-    endpoint = ENDPOINTS.get(message.path) if message.method == "POST" else None
+    known = message.method == "POST" and message.path in ENDPOINTS
     odd = message.version != (1, 1) or message.should_close or message.upgrade or upgraded
     special = length < 1 or message.chunked or message.compression or "Expect" in headers
-    if endpoint is None or odd or special:
+    if not known or odd or special:
         return None
-    plain = read_head(endpoint, headers, (1, 1), tiers, keep=True)
+    plain = read_head(message.path, headers, (1, 1), tiers, keep=True)
     end = len(raw)
     return msgspec.structs.replace(plain, overrides=overrides, asked=asked, end=end, whole=end + length)
 
@@ -188,7 +206,7 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
     found: dict[str, str] = {}
     for raw, value in headers:
         name = _SHOWN.get(raw.decode("latin-1").lower(), "")
-        if name in found and name != "authorization":
+        if name in found and name not in _KEYS:
             raise invalid(f"the header {name} is given more than once", name)
         if name:
             found[name] = value.decode("latin-1").strip()
@@ -203,7 +221,8 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
             raise invalid(f"the header {name} is {text!r}: expected {wanted}", name) from error
         if parsed is not None:
             asked[field] = parsed
-    if key := found.get("authorization", "").partition(" ")[2].strip():
+    key = found.get("authorization", "").partition(" ")[2].strip() or found.get(API_KEY, "")
+    if key:
         asked["api_key"] = blake2b(key.encode(), digest_size=8).hexdigest()
     return msgspec.convert(asked, AdmissionHeaders)
 
@@ -253,7 +272,8 @@ _ADMISSION: dict[str, _Row] = {
 
 Of two headers for one field, the first here wins.
 """
-_SHOWN = {name.lower(): name for name in (*_ADMISSION, "authorization")}
+_KEYS = ("authorization", API_KEY)
+_SHOWN = {name.lower(): name for name in (*_ADMISSION, *_KEYS)}
 
 
 def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
@@ -285,7 +305,21 @@ def _of_worker(name: str) -> str:
 
 def id_header(request: web.BaseRequest) -> dict[str, str]:
     """Return the X-Request-Id header for a response to this request."""
-    return {"X-Request-Id": own_id(request.headers.get("X-Request-Id")) or fresh_id()}
+    return request_ids(own_id(request.headers.get("X-Request-Id")), messages=is_messages(request.path))
+
+
+def request_ids(own: str, *, messages: bool) -> dict[str, str]:
+    """Return the headers with the id of a request: the client's own id, or a new one. `messages` is its API.
+
+    Clients of the Messages API read the id from `request-id`.
+    """
+    id = own or fresh_id()
+    return {"X-Request-Id": id, "request-id": id} if messages else {"X-Request-Id": id}
+
+
+def is_messages(path: str) -> bool:
+    """Return whether a path belongs to the Messages API, which has its own form of errors."""
+    return path.partition("?")[0].startswith("/v1/messages")
 
 
 def traceparent(headers: "CIMultiDictProxy[str]") -> str:

@@ -316,6 +316,12 @@ class DetokenizeBody(TokenizerBody):
     tokens: list[Token] = Field(max_length=TOKENS_MAX, description="token ids")
 
 
+class PoolingBody(Lenient):
+    """A body that is passed on to a server of the model. The server defines all other fields."""
+
+    model: str | None = option("optional if only one model is served")
+
+
 class BusyThresholdBody(BaseModel):
     """POST /busy_threshold: a model, and the thresholds to set."""
 

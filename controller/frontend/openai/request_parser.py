@@ -5,7 +5,7 @@ clients send fields that are meant for other servers. Known but unsupported fiel
 refused (`request_models.py` has the tables).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -16,9 +16,10 @@ from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.openai import request_models as models
 from events.grammar.constraint import NO_PARAMETERS, schema_of_required_tools
 from events.grammar.refusals import GrammarRefused
-from events.wire import Sampling
+from events.wire import ProxiedRequest, Sampling
 
 B = TypeVar("B", bound=BaseModel)
+Api = Literal["chat", "completions", "messages", "responses", "proxied"]
 ToolChoice = Literal["auto", "required", "named"]
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -46,12 +47,24 @@ class ToolUse(Struct, frozen=True):
     parallel: bool = True  # whether an answer may have several calls
 
 
-class ParsedRequest(Struct, kw_only=True, frozen=True):
-    """A parsed chat or completion request, in one form for both endpoints."""
+class ResponseOptions(Struct, frozen=True):
+    """What a request of the Responses API states about its response."""
 
-    chat: bool
+    shown: models.Json  # the fields of the request that the response repeats
+    previous: str = ""  # id of the stored response that this one continues; empty if there is none
+    store: bool = True  # whether the response is kept for later requests
+    instructed: bool = False  # whether the first message consists of the request's instructions
+    id: str = ""  # of the response
+    owner: str = ""  # name of the client's API key; empty without API keys
+
+
+class ParsedRequest(Struct, kw_only=True, frozen=True):
+    """A parsed request for an answer, in one form for all APIs."""
+
+    api: Api = "chat"
     model: str
-    called: str = ""  # the alias in the client's request; empty if the request names the model itself
+    adapter: str = ""  # the LoRA adapter that the client has named; `model` is the adapter's model
+    called: str = ""  # the adapter or alias that the client has named; empty if it names the model
     stream: bool
     include_usage: bool  # include the usage in the last event of a stream
     n: int = 1
@@ -84,12 +97,24 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     messages: list[models.Json] | None = None  # of a chat
     continues: bool = False  # whether the answer continues the last message
     template_extra: models.Json | None = None  # variables for the chat template
-    template_reads: str = (
-        ""  # a field that has no effect unless the chat template reads it; empty if there is none
-    )
+    # by field: the variables of which the chat template must read one, because otherwise the field has no effect
+    template_reads: dict[str, tuple[str, ...]] = {}
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
     user: str = ""  # the end user, as named in the body
+    response: ResponseOptions | None = None  # of the Responses API
+    # the HTTP request to pass on to a server unchanged; None: this frontend builds the prompt
+    proxied: ProxiedRequest | None = None
+
+    @property
+    def served(self) -> str:
+        """The name of the adapter or, without one, of the model: see `EndpointTable`."""
+        return self.adapter or self.model
+
+    @property
+    def chat(self) -> bool:
+        """Whether this frontend builds the prompt from a conversation."""
+        return self.api not in ("completions", "proxied")
 
     @property
     def detailed(self) -> bool:
@@ -144,11 +169,6 @@ FORMS = ("text", "json_object", "json_schema")
 _plain = msgspec.json.Decoder(models.PlainChat)
 
 
-def parse_body(kind: str, body: bytes) -> Any:
-    """Parse a body of this kind (a key of KINDS). If a field is invalid, raise ApiError (400) that names the field."""
-    return read_chat(body) if kind == "chat_completions" else KINDS[kind][0](read_json(body))
-
-
 def read_chat(body: bytes) -> ParsedRequest:
     """Parse a chat body. If a field is invalid, raise ApiError (400) that names the field."""
     plain = plain_chat(body)
@@ -188,7 +208,6 @@ def parse_any_chat(data: object) -> ParsedRequest:
     return _parsed(
         body,
         unknown,
-        chat=True,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         tool_use=tool_use,
@@ -198,7 +217,7 @@ def parse_any_chat(data: object) -> ParsedRequest:
         prompt_text=bool(body.return_prompt_text),
         continues=bool(body.continue_final_message),
         template_extra=extra or None,
-        template_reads="" if body.reasoning_effort is None else "reasoning_effort",
+        template_reads={} if body.reasoning_effort is None else {"reasoning_effort": ("reasoning_effort",)},
     )
 
 
@@ -241,7 +260,7 @@ def parse_completion(data: object) -> ParsedRequest:
     parsed = _parsed(
         body,
         unknown,
-        chat=False,
+        api="completions",
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompts=prompts,
@@ -252,21 +271,9 @@ def parse_completion(data: object) -> ParsedRequest:
     return parsed
 
 
-def parse_invocation(data: object) -> ParsedRequest:
-    """Parse a decoded body of /invocations: of a chat if it has messages, or of a text completion if it has a prompt.
-
-    If a field is invalid or both are missing, raise ApiError (400).
-    """
-    given = data if isinstance(data, dict) else {}
-    if "messages" not in given and "prompt" not in given:
-        raise invalid("the body must have messages or a prompt", "messages")
-    return parse_any_chat(data) if "messages" in given else parse_completion(data)
-
-
 def _from_plain(chat: models.PlainChat) -> ParsedRequest:
     options = chat.stream_options
     return ParsedRequest(
-        chat=True,
         model=chat.model,
         stream=chat.stream,
         include_usage=options is not None and options.include_usage,
@@ -472,17 +479,6 @@ def parse_detokenize(data: object) -> DetokenizeRequest:
     return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
 
 
-KINDS: dict[str, tuple[Callable[[object], object], type]] = {
-    "chat_completions": (parse_any_chat, ParsedRequest),
-    "completions": (parse_completion, ParsedRequest),
-    "invocations": (parse_invocation, ParsedRequest),
-    "tokenize": (parse_tokenize, TokenizeRequest),
-    "detokenize": (parse_detokenize, DetokenizeRequest),
-    "json": (lambda data: data, object),
-}
-"""By kind of body: the parser of the decoded body, and the type of its result."""
-
-
 def validated(model: type[B], data: object) -> B:
     """Validate a decoded body with this model. If a field is invalid, raise ApiError (400) that names the field."""
     if not isinstance(data, dict):
@@ -504,8 +500,10 @@ def _is_type(step: int | str) -> bool:
     return isinstance(step, str) and (step in ("str", "int") or "[" in step)
 
 
-def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tuple[str, ...]:
-    """Return the names of the unknown fields in `extra`: those that are neither refused nor ignored.
+def refuse(
+    extra: Mapping[str, object] | None, refused: models.Harmless, ignored: Container[str] = models.IGNORED
+) -> tuple[str, ...]:
+    """Return the names of the unknown fields in `extra`: those that are neither in `refused` nor in `ignored`.
 
     `refused` maps each refused field to its harmless values, which change nothing. Raise ApiError (400) for the first
     refused field in `extra` with any other value.
@@ -514,7 +512,7 @@ def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tupl
     for name, value in given.items():
         if name in refused and value not in refused[name]:
             raise unsupported(name)
-    return tuple(name for name in given if name not in refused and name not in models.IGNORED)
+    return tuple(name for name in given if name not in refused and name not in ignored)
 
 
 def bad_json(why: str) -> ApiError:

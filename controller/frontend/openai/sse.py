@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
+from http import HTTPStatus
 
 import structlog
 from aiohttp import web
@@ -27,9 +28,11 @@ from controller.frontend.openai.request_head import Call, Head, worker_headers
 from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 KEEP_ALIVE = b": waiting for a worker\n\n"
 INEXACT = b": holdfast exact=false, this answer may differ from that of a single healthy worker\n\n"
 NO_TOKEN_YET = b": waiting for the first token\n\n"
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +48,8 @@ class SseStream:
     # the response head names the workers on which the answers run when the head is sent
     answers: Sequence[Choice] = ()
     parts: list[bytes] = field(default_factory=list)
+    status: int = 200
+    media: str = EVENT_STREAM
     started: bool = False
     ended: bool = False
     _written: int = 0
@@ -70,12 +75,15 @@ class SseStream:
         if not parts:
             return
         if self._call.head.chunked:
-            parts.insert(0, b"%x\r\n" % sum(map(len, parts)))
-            parts.append(b"\r\n0\r\n\r\n" if self.ended else b"\r\n")
+            if size := sum(map(len, parts)):
+                parts.insert(0, b"%x\r\n" % size)
+                parts.append(b"\r\n0\r\n\r\n" if self.ended else b"\r\n")
+            elif self.ended:  # an empty chunk ends the response
+                parts.append(b"0\r\n\r\n")
         if not self.started:
             self.started = True
             headers = self._call.headers | worker_headers(self.answers)
-            parts.insert(0, response_head(self._call.head, headers))
+            parts.insert(0, response_head(self._call.head, headers, self.status, self.media))
         payload = b"".join(parts)  # joined only once, because answers can be large
         parts.clear()
         transport = self.transport
@@ -87,8 +95,11 @@ class SseStream:
             self._cut("the client does not read its response")
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
-        """Send an SSE comment, which clients ignore. Without it, the connection would look idle while no token arrives."""
-        self.parts.append(comment)
+        """Send an SSE comment, which clients ignore. Without it, the connection would look idle while no token arrives.
+
+        Streams of the Messages API have an event for this purpose.
+        """
+        self.parts.append(PING if self._call.parsed.api == "messages" else comment)
         self.flush()
 
     def await_token(self, now: float) -> None:
@@ -152,9 +163,12 @@ class StreamedResponse(web.StreamResponse):
         self._eof_sent = True
 
 
-def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
-    """Return the head of a response with status 200 and an event stream, for a request with this head."""
-    lines = [head_beginning(head.version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
+def response_head(
+    head: Head, headers: Mapping[str, str], status: int = 200, media: str = EVENT_STREAM
+) -> bytes:
+    """Return the head of a response that is sent in pieces, for a request with this head."""
+    second = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
+    lines = [head_beginning(head.version, second, status, media)]
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
     if head.chunked:
         lines.append("Transfer-Encoding: chunked\r\n")
@@ -162,15 +176,15 @@ def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
     return "".join(lines).encode("latin-1", "replace")
 
 
-@lru_cache(2)  # HTTP versions; formats the date only once per second
-def head_beginning(version: tuple[int, int], second: int) -> str:
-    """Return the first lines of a stream's response head: the status line, constant headers and the date.
+@lru_cache(4)  # HTTP versions and kinds of responses; formats the date only once per second
+def head_beginning(version: tuple[int, int], second: int, status: int, media: str) -> str:
+    """Return the first lines of a response head: the status line, constant headers and the date.
 
     `second` is the number of seconds since 1970, UTC.
     """
     return (
-        f"HTTP/{version[0]}.{version[1]} 200 OK\r\n"
-        "Content-Type: text/event-stream; charset=utf-8\r\n"
+        f"HTTP/{version[0]}.{version[1]} {status} {HTTPStatus(status).phrase}\r\n"
+        f"Content-Type: {media}\r\n"
         "Cache-Control: no-cache\r\n"
         "X-Accel-Buffering: no\r\n"
         f"Date: {formatdate(second, usegmt=True)}\r\n"

@@ -13,24 +13,27 @@ logprob, because nothing precedes it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 from operator import itemgetter
 from typing import Any
 
 import msgspec
 
-from controller.frontend.openai.choice import ResponseWriter
+from controller.frontend.openai.choice import InvalidOutput, ResponseWriter
 from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.openai.sse import SseStream
-from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer, check_tokens
+from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer
 from controller.frontend.openai.text.tokenizer import Tokens
 from events.wire import Logprob
 
 # The constant parts of all answers are built once for each index among a request's answers. Otherwise each stream
 # would encode four JSON objects instead of one (4 % of a request).
 CHOICES_KEPT = 256
+LOGPROB_MAX = 0.01  # tolerance for rounding in engines: a log probability is at most 0
+TOP_MAX = 256  # largest number of alternative tokens per position
 ROLE = {"role": "assistant", "content": ""}
 Logprobs = Sequence[Logprob] | None
 ShownLogprobs = dict[str, list[object]]
@@ -44,6 +47,9 @@ class ResponseFormat(msgspec.Struct):
     tokens: Tokens
     request: str  # request id
     created: int  # seconds since 1970
+    chat: bool = (
+        False  # whether answers are messages of a chat; copied from `parsed`, because each event reads it
+    )
     special: bool = False  # whether the text shows special tokens by their names
     fingerprint: str = ""  # the value of `system_fingerprint`; empty: the response has none
     before: bytes = b""  # bytes before the choices in every event of a stream
@@ -51,7 +57,8 @@ class ResponseFormat(msgspec.Struct):
     ending: bytes = b""  # bytes after the choice in an answer's last event
 
     def __post_init__(self) -> None:
-        whole = self.response("chat.completion.chunk" if self.parsed.chat else "text_completion", ())
+        self.chat = self.parsed.chat
+        whole = self.response("chat.completion.chunk" if self.chat else "text_completion", ())
         self.before = b"data: " + msgspec.json.encode(whole)[:-2]
         # A stream's events contain "usage": null if the last one will contain the usage.
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
@@ -62,7 +69,7 @@ class ResponseFormat(msgspec.Struct):
     def response(self, kind: str, choices: Sequence[object]) -> dict[str, object]:
         """Return a response, or one event of a stream, that contains these choices."""
         parsed = self.parsed
-        id, model = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request, parsed.called or parsed.model
+        id, model = ("chatcmpl-" if self.chat else "cmpl-") + self.request, parsed.called or parsed.model
         return {"id": id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
     def detokenizer(self) -> IncrementalDetokenizer:
@@ -90,7 +97,7 @@ class ResponseFormat(msgspec.Struct):
         the chosen token.
         """
         k, name, pairs = self.parsed.logprobs or 0, self.name_of, list(zip(tokens, logprobs, strict=False))
-        if self.parsed.chat:
+        if self.chat:
             return {
                 "content": [
                     self._named(token, lp.chosen)
@@ -281,7 +288,7 @@ class StreamingWriter(ResponseWriter):
         self._stream = stream
         self.flush = stream.flush  # type: ignore[method-assign]  # saves one call per event-loop iteration
         self._index = index
-        self._begun = not parsed.chat
+        self._begun = not format.chat
         self._context = context
         self._prompt_due = context is not PLAIN  # no event has contained the prompt yet
         self._written = 0  # tokens
@@ -291,7 +298,7 @@ class StreamingWriter(ResponseWriter):
         self.stopped = False
         self._stop_token: int | None = None
         self._latest: _DetailedEvent | None = None  # the last event with details
-        before, self._suffix = _around(parsed.chat, index, format.after)
+        before, self._suffix = _around(format.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
         fast = context is PLAIN and not (parsed.stop or format.special) and parsed.logprobs is None
@@ -367,15 +374,18 @@ class StreamingWriter(ResponseWriter):
         rest = self._detokenizer.end() if self._detokenizer is not None else ""
         if rest or self._prompt_due:
             self._write_one(rest, [], ())
-        reason = self._end_of_text(reason)
-        format, context, parsed = self._format, self._context, self._format.parsed
         stop = self._stop_token if self._detokenizer is None else self._detokenizer.stop or self._stop_token
+        self._end(self._end_of_text(reason), stop)
+
+    def _end(self, reason: str, stop: int | str | None) -> None:
+        """Write the last event. `stop` is the stop string or the stop token that ended the answer."""
+        format, context, parsed = self._format, self._context, self._format.parsed
         if context is PLAIN and stop is None and self._latest is None:
             parts = self._stream.parts
             if parts and parts[-1] is self._suffix:
-                parts[-1] = _after_last_text(parsed.chat, self._index, reason) + format.ending
+                parts[-1] = _after_last_text(format.chat, self._index, reason) + format.ending
             else:
-                parts += (format.before, _without_text(parsed.chat, self._index, reason), format.ending)
+                parts += (format.before, _without_text(format.chat, self._index, reason), format.ending)
             return
         # a stop token, which has no text and was not written
         hidden = [] if parsed.silent else context.accepted[self._written :]
@@ -386,7 +396,7 @@ class StreamingWriter(ResponseWriter):
             self._prompt_due = latest.has_prompt
             self._event(latest.content, latest.logprobs, finish, latest.tokens, stop)
         else:
-            self._event({} if parsed.chat else {"text": ""}, None, finish, hidden, stop)
+            self._event({} if format.chat else {"text": ""}, None, finish, hidden, stop)
 
     def _end_of_text(self, reason: str) -> str:
         """Write what a subclass has withheld until the end of the text. Return the finish_reason to show."""
@@ -421,7 +431,7 @@ class StreamingWriter(ResponseWriter):
         if shown is not None:
             self._offset += format.characters(tokens)
         if text or shown is not None or (tokens and parsed.token_ids):
-            self._event({"content" if parsed.chat else "text": text}, shown, None, tokens)
+            self._event({"content" if format.chat else "text": text}, shown, None, tokens)
 
     def _event(
         self,
@@ -432,13 +442,13 @@ class StreamingWriter(ResponseWriter):
         stop: int | str | None = None,
     ) -> None:
         format, context, parsed = self._format, self._context, self._format.parsed
-        choice = _choice(parsed.chat, self._index, content, logprobs, finish, stop)
+        choice = _choice(format.chat, self._index, content, logprobs, finish, stop)
         after = format.after if finish is None else format.ending
         beside: dict[str, object] = {}
         if parsed.token_ids:
             choice["token_ids"] = tokens
             if self._prompt_due:
-                (beside if parsed.chat else choice)["prompt_token_ids"] = context.prompt
+                (beside if format.chat else choice)["prompt_token_ids"] = context.prompt
         if self._prompt_due and context.template_text:
             beside["prompt_text"] = context.template_text
         if parsed.continuous_usage:
@@ -502,6 +512,16 @@ class BufferedWriter(ResponseWriter):
         self._begin()
         self._gather(tokens, logprobs)
 
+    @property
+    def stop(self) -> int | str | None:
+        """The stop string or the stop token that ended the answer; None if neither did."""
+        return self._detokenizer.stop or self._stop_token
+
+    def pieces(self) -> Iterator[tuple[str, list[int], Sequence[Logprob]]]:
+        """Yield the text in the pieces that a stream would have had: each with its token, and the token's logprob."""
+        for place, text in enumerate(self._text):
+            yield text, self._tokens[place : place + 1], self._logprobs[place : place + 1]
+
     def choice(self, index: int) -> dict[str, Any]:
         """Return the finished answer as one choice of the response."""
         format, parsed, context = self._format, self._format.parsed, self._context
@@ -510,24 +530,23 @@ class BufferedWriter(ResponseWriter):
             shown = context.echoed_logprobs(format, self._tokens, self._logprobs)
         elif parsed.logprobs is not None:
             shown = format.show_logprobs(self._tokens, self._logprobs, 0)
-        stop = self._detokenizer.stop or self._stop_token
         out: dict[str, Any] = {
             "index": index,
             "finish_reason": self.reason,
-            "stop_reason": stop,
+            "stop_reason": self.stop,
             "logprobs": shown,
         }
         if parsed.prompt_logprobs is not None:
             out["prompt_logprobs"] = context.shown_prompt_logprobs(format)
         if context.template_text:
             out["prompt_text"] = context.template_text
-        if parsed.chat:
+        if format.chat:
             out["message"] = {"role": "assistant", "content": context.prompt_text + text, "refusal": None}
         else:
             out["text"] = context.prompt_text + text
         if parsed.token_ids:
             out["token_ids"] = [] if parsed.silent else list(context.accepted)
-            if not parsed.chat:
+            if not format.chat:
                 out["prompt_token_ids"] = context.prompt
         return out
 
@@ -542,3 +561,30 @@ def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes]
         return [table[token] for token in tokens]
     except KeyError:
         return None
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise InvalidOutput if a token id is negative, or not below `vocabulary`.
+
+    The request driver checks only the first tokens of an attempt. Response writers check all later tokens, because
+    the fastest writer finds invalid ids anyway when it looks tokens up in a table of the vocabulary.
+    """
+    if len(tokens) == 1 and 0 <= tokens[0] < vocabulary:
+        return  # min and max of one token take four times as long
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+        raise InvalidOutput("a token outside the vocabulary")
+
+
+def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
+    """Raise InvalidOutput if the logprobs of a chunk are impossible, or a token id is not below `vocabulary`.
+
+    A logprob that is not a number or is above 0 counts as the worker's fault.
+    """
+    for one in logprobs:
+        if not (isfinite(one.chosen) and one.chosen <= LOGPROB_MAX) or len(one.top) > TOP_MAX:
+            raise InvalidOutput("a logprob that is not a number, or above 0")
+        for token, logprob in one.top:
+            if not 0 <= token < vocabulary:
+                raise InvalidOutput("an alternative outside the vocabulary")
+            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf is valid: the token cannot be drawn
+                raise InvalidOutput("a logprob that is not a number, or above 0")

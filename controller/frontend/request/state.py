@@ -15,7 +15,7 @@ from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingO
 from controller.migration.planned_move import Transfer
 from controller.router.endpoints import Key, Lineage, Server
 from events.blocks import BlockNames
-from events.wire import Committed, Sampling
+from events.wire import Committed, Generate, ProxiedRequest, Sampling
 
 
 # A frozen dataclass takes ten times as long to create.
@@ -42,6 +42,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrived: float | None = None
     first_token_by: float | None = None  # deadline by the same clock; None: admitted without a deadline
     cache_salt: str = ""
+    # The HTTP request to pass on to the server behind the worker; `prompt` then stands for its body. None: `prompt` is sent.
+    proxied: ProxiedRequest | None = None
+    adapter: str = ""  # the LoRA adapter; empty: the model without an adapter
     overrides: RoutingOverrides = NO_OVERRIDES
     # the client's trace, passed on to the workers and set on the events about this request
     traceparent: str = ""
@@ -49,6 +52,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Return a representation that may appear in logs, and therefore has no client content."""
         return f"<GenerationRequest {self.id}>"
+
+    def passed_on(self, rank: int) -> Generate:
+        """Return the frame of a proxied request for a worker and a DP rank."""
+        return Generate(
+            0, self.id, [], len(self.prompt), self.sampling,
+            traceparent=self.traceparent, rank=rank, priority=self.priority, proxied=self.proxied,
+            adapter=self.adapter,
+        )  # fmt: skip
+
+    @property
+    def served(self) -> str:
+        """The name under which the endpoint table lists the workers that may serve the request: its adapter, or its model."""
+        return self.adapter or self.model
 
     @property
     def tokens_max(self) -> int:
@@ -118,8 +134,8 @@ class RequestTerms(msgspec.Struct, frozen=True):
     max_tokens: int = 1
     migration_limit: int = 3  # number of attempts beyond the first that may cost budget
     max_seq_len: int | None = None  # tokens of prompt and answer above which the request does not move
-    # why the request may not move once its client has a token: guided_decoding (a constraint without a grammar), n_over_1;
-    # empty if it may move
+    # why the request may not move once its client has a token: guided_decoding (a constraint without a grammar), n_over_1,
+    # proxied; empty if it may move
     forbidden: str = ""
     on_corruption: OnCorruption = "continue"
     reroute_s: float = 10.0  # longest wait for a worker to continue on

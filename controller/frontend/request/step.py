@@ -47,6 +47,7 @@ from controller.router.endpoints import Key, Server
 
 POISONOUS = "request_poisonous"
 HELD = "held"
+NOT_SERVED, NOT_SERVING = "model_not_found", "not_serving"
 ALL_BUSY, ALL_CLOSED, ALL_TRIED = "all_workers_busy", "upstream_overloaded", "all_workers_failed"
 # pause in seconds before the third and later attempts after broken connections, because the workers of one host fail
 # together
@@ -174,6 +175,8 @@ def no_worker(state: RequestState, event: on.NoWorkerFound, now: float) -> Next:
     if code == POISONOUS:
         return become_abandoned(state, now, code, Failure(POISONOUS, move.failure.reason).error)
     patience_s = state.terms.reroute_s - (now - move.since)
+    if code == NOT_SERVED and not state.begun and move.failure.reason == NOT_SERVING:
+        return become_refused(state, now)  # the adapter was unloaded everywhere
     if code == ALL_CLOSED and not state.begun and not event.stands_in and event.reopens_s > patience_s:
         return become_refused(state, now)
     if move.failure.kind.patient or code != ALL_TRIED or may_return(state) or event.stands_in:

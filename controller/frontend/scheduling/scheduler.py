@@ -345,7 +345,7 @@ class Scheduler:
         self.state = RoutingState(router, self.metrics, self._by_deadline, now)
         self.slots = slots = self.state.slots
         self.monitor = LoadMonitor(limits_of(settings), self.table, plane, slots, now)
-        self._chooser, self._picker = Chooser(slots), Picker()
+        self._chooser, self._picker = Chooser(slots, plane), Picker()
         # source of other frontends' load; None if the slot tracker counts their requests
         self._others = None if router.replica_sync else plane
         self._rules = Rules(plane, self.monitor, contenders=self.peers.contenders)
@@ -354,14 +354,22 @@ class Scheduler:
 
     # --- the filter -----------------------------------------------------------------------------------------
 
-    def _look(self, model: str) -> Sequence[Endpoint]:
-        """Update the panic state and the filter's rules, then return a model's endpoints."""
-        endpoints = self.table.models.get(model, ())
+    def _look(self, served: str) -> Sequence[Endpoint]:
+        """Update the panic state and the filter's rules, then return the endpoints of a model or adapter."""
         self._ignoring = False  # no panic, the common case
         if self._open or self.breakers.panicked:
-            self._ignoring = self.live and self.breakers.ignored(model, endpoints)
+            model = self.table.model_of(served)
+            self._ignoring = self.live and self.breakers.ignored(model, self.table.models.get(model, ()))
         self._refresh()
-        return endpoints
+        return self.table.serving(served)
+
+    def _group_for(self, plan: GenerationRequest) -> EndpointGroup | None:
+        """Return the workers with a request's model, lineage and adapter, or None if there are none.
+
+        An adapter's name can pass to another model while the request runs.
+        """
+        group = self.table.group(plan.served, plan.lineage)
+        return group if group is None or group.endpoints[0].model == plan.model else None
 
     def _refresh(self) -> None:
         rules, peers = self._rules, self.peers
@@ -376,10 +384,10 @@ class Scheduler:
     ) -> Filter:
         """Return a filter for a request, over the endpoints that the request may be sent to.
 
-        These endpoints have the request's lineage (model revision and tokenizer) and are not in `tried`.
+        These endpoints have the request's lineage (model revision and tokenizer) and adapter, and are not in `tried`.
         """
-        self._look(plan.model)
-        group = self.table.group(plan.model, plan.lineage)
+        self._look(plan.served)
+        group = self._group_for(plan)
         endpoints = group.endpoints if group is not None else ()
         return Filter(endpoints, self._rules, tried, room, plan.tokens_max)
 
@@ -392,29 +400,29 @@ class Scheduler:
             for model in self.table.known:
                 self.breakers.look_for_panic(model, self.table.models.get(model, ()))
 
-    def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
-        """Return an endpoint with room for a new request.
+    def room(self, served: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
+        """Return an endpoint with room for a new request to a model or adapter.
 
         `lineage` restricts the endpoints to one model revision and tokenizer, unless it is None. Endpoints in `without`
         are excluded. Raise NoWorker if no endpoint has room.
         """
-        endpoints = self._look(model)
+        endpoints = self._look(served)
         if lineage is not None:
-            group = self.table.group(model, lineage)
+            group = self.table.group(served, lineage)
             endpoints = group.endpoints if group is not None else ()
         if without:
             endpoints = [endpoint for endpoint in endpoints if endpoint.key not in without]
         return self._picker.room(endpoints, self._rules)
 
-    def lineage(self, model: str) -> Lineage:
-        """Return the lineage (model revision and tokenizer) to which a new request of a model would be bound.
+    def lineage(self, served: str) -> Lineage:
+        """Return the lineage (model revision and tokenizer) to which a new request to a model or adapter would be bound.
 
-        Raise NoWorker if no worker can serve the model.
+        Raise NoWorker if no worker can serve it.
         """
         try:
-            return self.room(model).lineage
+            return self.room(served).lineage
         except AllBusy:
-            return self._picker.pick(self._look(model), self._rules, room=Headroom.NONE).lineage
+            return self._picker.pick(self._look(served), self._rules, room=Headroom.NONE).lineage
 
     def shortlist(self, plan: GenerationRequest) -> list[Endpoint]:
         """Return the endpoints that could serve a new request: those with room, or all if none has room.
@@ -426,13 +434,11 @@ class Scheduler:
         except (AllBusy, AllClosed):
             return self._filter(plan, Headroom.NONE).left()
 
-    def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0) -> None:
-        """Raise NoWorker if this endpoint could not serve a request of this lineage with a length of `tokens`.
-
-        A lineage is a model revision and a tokenizer.
-        """
+    def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0, adapter: str = "") -> None:
+        """Raise NoWorker if this endpoint could not serve a request of this lineage, length and adapter."""
         self._refresh()
-        Filter([endpoint] if endpoint.lineage == lineage else [], self._rules, tokens=tokens).left()
+        fits = endpoint.lineage == lineage and endpoint.has(adapter)
+        Filter([endpoint] if fits else [], self._rules, tokens=tokens).left()
 
     def targets(self, plan: GenerationRequest) -> list[Endpoint]:
         """Return all endpoints that could continue a request like this one, or [] if there are none."""
@@ -503,7 +509,7 @@ class Scheduler:
         If the model's workers of the request's lineage (model revision and tokenizer) have different block sizes, the
         number of blocks is counted in the most common size.
         """
-        group = self.table.group(plan.model, plan.lineage)
+        group = self._group_for(plan)
         sizes = group.block_sizes if group is not None else (1,)
         tokens, size = len(plan.prompt) + len(output), sizes[0]
         if mode is not _KV and not plan.overrides.explain:
@@ -522,12 +528,12 @@ class Scheduler:
         own, registered = self.settings.migration_limit, self.table.migration_limit(model)
         return own if registered is None else min(own, registered)
 
-    def group(self, model: str, lineage: Lineage) -> EndpointGroup:
-        """Return the workers of a model and lineage (model revision and tokenizer) with their common limits.
+    def group(self, served: str, lineage: Lineage) -> EndpointGroup:
+        """Return the workers of a model or adapter, and of a lineage (revision and tokenizer), with their common limits.
 
         Raise NotServed if there are none.
         """
-        group = self.table.group(model, lineage)
+        group = self.table.group(served, lineage)
         if group is None:
             raise NotServed
         return group

@@ -237,8 +237,8 @@ class LoadMonitor:
         given = self.table.thresholds.get(model)
         return default if given is None else given.over(default)
 
-    def overloaded(self, model: str) -> bool:
-        """Return whether all of a model's usable workers are busy by the thresholds; False if no worker is usable.
+    def overloaded(self, served: str) -> bool:
+        """Return whether all usable workers of a model or adapter are busy by the thresholds; False if no worker is usable.
 
         With a thousand workers the check takes 10 ms. A positive result is cached for 0.2 ms per worker, so that a burst
         of requests does not repeat the check.
@@ -246,12 +246,12 @@ class LoadMonitor:
         if not self.decides:
             return False
         now = self.now()
-        if now < self._full_until.get(model, 0.0):
+        if now < self._full_until.get(served, 0.0):
             return True
-        workers = self.serving(self.table.models.get(model, ()))
+        workers = self.serving(self.table.serving(served))
         full = bool(workers) and all(self.busy(endpoint) for endpoint in workers)
         if full:
-            self._full_until[model] = now + len(workers) * HOLDS_S
+            self._full_until[served] = now + len(workers) * HOLDS_S
         return full
 
     def serving(self, endpoints: Iterable[Endpoint]) -> list[Endpoint]:
@@ -259,9 +259,9 @@ class LoadMonitor:
         reachable = self.plane.reachable
         return [one for one in endpoints if one.routable and reachable(one.worker, one.instance)]
 
-    def weight(self, model: str, lineage: Lineage) -> float:
-        """Return the total weight of the usable workers of a model that have this lineage (revision and tokenizer)."""
-        group = self.table.group(model, lineage)
+    def weight(self, served: str, lineage: Lineage) -> float:
+        """Return the total weight of the usable workers of a model or adapter with this lineage (revision, tokenizer)."""
+        group = self.table.group(served, lineage)
         return sum(one.weight for one in self.serving(group.endpoints if group is not None else ()))
 
     @property

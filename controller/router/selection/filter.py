@@ -255,9 +255,9 @@ def cost(endpoint: Endpoint, external: Load | None) -> float:
     The load is this frontend's requests, counted exactly, plus the external load. The total load that a worker reports is
     not used, because it is outdated. With it, all frontends would send to the worker with the oldest report.
     """
-    active, tokens = endpoint.active + endpoint.kept.requests, endpoint.tokens
+    active, tokens, weight = endpoint.active + endpoint.kept.requests, endpoint.tokens, endpoint.weight
     if external is not None:
         active += external.running + external.waiting
         tokens += external.active_tokens
-    weight = endpoint.weight
+        weight *= external.weight
     return (active + 1 + tokens / TOKENS_PER_REQUEST) / (weight if weight > WEIGHT_MIN else WEIGHT_MIN)

@@ -157,6 +157,7 @@ class ScoringRequest(msgspec.Struct, eq=False):
     among: Filter | None = None  # the filter to apply; None if all candidates may be used
     device: Sequence[float] | None = None  # number of cached blocks of each candidate, set by `costs_of_few`
     columns: tuple[Terms, Floats] | None = None  # terms and costs of all candidates, once computed
+    plane: ConnectedWorkers | None = None  # source of the shares of requests that workers report
 
     def fits(self, index: int) -> bool:
         """Return whether a candidate's endpoint passes the filter, if a filter is set."""
@@ -190,14 +191,16 @@ class ScoringRequest(msgspec.Struct, eq=False):
                 sharers = 0
             elif shared > has and endpoint.joined.kv_events:
                 has = shared
-            others = 0.0
+            others, weight = 0.0, endpoint.weight
+            if external_load is not None and (external := external_load(endpoint.worker)) is not None:
+                others, weight = external.active_tokens / size, weight * external.weight
+            elif external_load is None and self.plane is not None:
+                weight *= self.share(endpoint)
             if endpoint.ranks > 1:
                 others = self.external_at(len(device))[1] / size
-            elif external_load is not None and (external := external_load(endpoint.worker)) is not None:
-                others = external.active_tokens / size
             loads.append((
                 load.reading_tokens, load.blocks, len(load.requests), load.recent_tokens_at(now), has, shared, sharers,
-                others, endpoint.weight,
+                others, weight,
             ))  # fmt: skip
             device.append(has)
         self.device = device
@@ -245,16 +248,26 @@ class ScoringRequest(msgspec.Struct, eq=False):
 
     @property
     def weights(self) -> Floats:
-        """The weight that the fleet gives the worker of each candidate. The values are at most WEIGHTS_S seconds old."""
+        """The weight of each candidate's worker. The values are at most WEIGHTS_S seconds old."""
         candidates = self.candidates
         if not 0.0 <= self.now - candidates.weighed_at < WEIGHTS_S:
-            weights = [endpoint.weight for endpoint in candidates.endpoint]
+            weights = [endpoint.weight * self.share(endpoint) for endpoint in candidates.endpoint]
             candidates.weights, candidates.weighed_at = np.fromiter(weights, float, len(weights)), self.now
         return candidates.weights
 
     def weight(self, index: int) -> float:
-        """Return the weight that the fleet gives a candidate's worker now; at least WEIGHT_MIN."""
-        return max(self.candidates.endpoint[index].weight, WEIGHT_MIN)
+        """Return the weight of a candidate's worker now; at least WEIGHT_MIN."""
+        endpoint = self.candidates.endpoint[index]
+        return max(endpoint.weight * self.share(endpoint), WEIGHT_MIN)
+
+    def share(self, endpoint: Endpoint) -> float:
+        """Return the share of requests that a worker wants, compared with other workers: by default 1.
+
+        The fleet's weight is the fleet's trust in a worker, while this share is the operator's setting.
+        """
+        source = self.others or self.plane
+        load = None if source is None else source.external_load(endpoint.worker)
+        return 1.0 if load is None else load.weight
 
     def external(self) -> tuple[Floats, Floats]:
         """Return each candidate's load that is not in the slot tracker, as requests and tokens.
@@ -329,8 +342,10 @@ class Selection(msgspec.Struct, eq=False):
 class Chooser:
     """Chooses a candidate for each request, for all models of a frontend. Keeps the state of the modes that rotate."""
 
-    def __init__(self, slots: ActiveSequences) -> None:
+    def __init__(self, slots: ActiveSequences, plane: ConnectedWorkers | None = None) -> None:
+        """Choose by the load in `slots`. `plane` has the shares of requests that workers report; None: they report none."""
         self._slots = slots
+        self._plane = plane
         # candidates of recent requests, by model, lineage and number of endpoints
         self._kept: dict[tuple[str, Lineage, int], Candidates] = {}
         self._turn = 0  # number of picks of the mode least-loaded
@@ -367,6 +382,7 @@ class Chooser:
             if one_by_one and among.all:
                 candidates = self.candidates(among.all)
                 request = ScoringRequest(candidates, prompt, pricing, self._slots, others, now, draw, among)
+                request.plane = self._plane
                 if (index := self._pick(request, mode)) is not None:
                     return _chosen(request, mode, index)
                 draw = draw * _MIXED % 1.0  # the first digits have drawn candidates that do not fit
@@ -374,6 +390,7 @@ class Chooser:
         else:
             endpoints = among
         request = ScoringRequest(self.candidates(endpoints), prompt, pricing, self._slots, others, now, draw)
+        request.plane = self._plane
         index = self._pick(request, mode)
         assert index is not None, "all of them fit"
         return _chosen(request, mode, index)

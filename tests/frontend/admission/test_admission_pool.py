@@ -272,7 +272,7 @@ def test_ids_of_refused_requests_are_remembered_for_a_while_and_bounded() -> Non
 SECONDS = st.floats(0.0, 5.0)
 ASKED = st.builds(
     QueuedRequest,
-    model=st.just("m"),
+    served=st.just("m"),
     tier=st.integers(0, 2),
     client=st.sampled_from("abc"),
     deadline_s=st.floats(0.05, 10.0),

@@ -96,13 +96,13 @@ def test_the_bound_holds_for_each_model_over_all_lines(given: list[tuple[object,
         if made.sent_back:
             queue.line_of(made).push(made)
             continue
-        assert queue.full(made.model) == (counts[made.model] == most)
-        if not queue.full(made.model):
+        assert queue.full(made.served) == (counts[made.served] == most)
+        if not queue.full(made.served):
             queue.line_of(made).push(made)
-            counts[made.model] += 1
+            counts[made.served] += 1
     assert {model: queue.in_line(model) for model in MODELS} == counts
     assert all(count <= most for count in counts.values())
-    assert sum(queue.waiting().values()) == sum(queue.length(model) for model in queue.models())
+    assert sum(queue.waiting().values()) == sum(queue.length(model) for model in queue.names())
 
 
 @given(st.lists(PLACED, min_size=1, max_size=30), st.data())
@@ -183,3 +183,26 @@ def test_models_and_lineages_have_separate_lines() -> None:
 def test_a_request_without_a_deadline_has_used_up_no_time() -> None:
     assert request(1).used_up(1e9) == 0.0
     assert request(1, since=1.0, latest=3.0).used_up(2.0) == 0.5
+
+
+def test_the_lines_of_a_model_and_its_adapters_are_checked_together_the_oldest_request_first() -> None:
+    queue = Queue(model_of=lambda served: {"sql": "m", "legal": "m"}.get(served, served))
+    for number, (served, sent_back) in enumerate(
+        (("sql", False), ("n", False), ("m", False), ("legal", True))
+    ):
+        one = request(number, served, sent_back=sent_back)
+        queue.line_of(one).push(one)
+    assert queue.waiting_with("legal") == queue.waiting_with("m") == ["sql", "m", "legal"]
+    assert queue.waiting_with(None) == ["sql", "n", "m", "legal"]
+    assert queue.waiting() == {"m": 3, "n": 1} and queue.queued("m") == 3
+
+
+def test_only_the_empty_lines_of_unknown_names_are_dropped() -> None:
+    queue = Queue()
+    ended, waits, known = request(1, "ended"), request(2, "waits"), request(3, "known")
+    for one in (ended, waits, known):
+        queue.line_of(one).push(one)
+    for one in (ended, known):
+        queue.line_of(one).remove(one)
+    queue.keep({"known"})
+    assert sorted(queue.names()) == ["known", "waits"]

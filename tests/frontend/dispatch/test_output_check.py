@@ -7,7 +7,8 @@ from frontend_kit import TOKENS, first_goes_to, frontend, text_of
 from json_types import Json
 from scripted_worker import ScriptedWorker, undisturbed
 
-from controller.frontend.openai.text.detokenizer import InvalidOutput, check_logprobs, check_tokens
+from controller.frontend.openai.choice import InvalidOutput
+from controller.frontend.openai.writers import check_logprobs, check_tokens
 from controller.frontend.request.failures import Failure, classify
 from events.observations import RequestMigrated
 from events.wire import Chunk, Generate, Logprob

@@ -12,8 +12,8 @@ KNOWN = {
     *(
         "$ref",
         "anyOf",
-        "const",
         "enum",
+        "const",
         "type",
         "items",
         "minItems",
@@ -46,10 +46,10 @@ class Maker:
         assert not unknown, f"a schema has {unknown}, which are not supported here"
         if "$ref" in schema:
             return self.value(self._schemas[schema["$ref"].removeprefix(AT)], depth)
-        if "const" in schema:
-            return schema["const"]
         if "enum" in schema:
             return self.dice.choice(schema["enum"])
+        if "const" in schema:
+            return schema["const"]
         if "anyOf" in schema:
             return self.value(self.dice.choice(schema["anyOf"]), depth)
         kind = schema.get("type", self.dice.choice(("string", "integer", "boolean", "null", "object")))

@@ -82,6 +82,22 @@ async def test_a_client_needs_a_key_on_every_path_except_probes(keys: Path) -> N
         assert kit.counted("holdfast_bound_refusals_total", "bound") == {("api_key",): 35}
 
 
+async def test_clients_of_the_messages_api_send_their_key_in_a_header_of_their_own(keys: Path) -> None:
+    message = {"model": "m", "max_tokens": 2, "messages": CHAT["messages"]}
+    async with frontend(ScriptedWorker(), api_key_file=str(keys)) as kit:
+        for path, body in (
+            ("/v1/messages", message),
+            ("/v1/messages/count_tokens", message),
+            ("/v1/chat/completions", CHAT),
+        ):
+            assert await status_of(kit, path, {"x-api-key": KEY}, **body) == 200
+            assert await status_of(kit, path, {"x-api-key": "sk-none"}, **body) == 401
+            both = {"x-api-key": KEY, **bearer("sk-none")}
+            assert await status_of(kit, path, both, **body) == 401, "Authorization has precedence"
+        status, body, _ = await kit.post("/v1/messages", {"x-api-key": "sk-none"}, **message)
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+
+
 async def test_the_refusal_has_openais_format_and_never_contains_the_key(keys: Path) -> None:
     async with frontend(ScriptedWorker(), api_key_file=str(keys)) as kit:
         status, body, headers = await kit.post("/v1/chat/completions", bearer("sk-wrong-key"), **CHAT)

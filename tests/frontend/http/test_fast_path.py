@@ -311,7 +311,7 @@ async def test_much_data_sent_ahead_waits_at_the_client_and_is_answered() -> Non
 
 
 async def test_an_internal_error_is_reported_like_by_aiohttp() -> None:
-    async def mistaken(model: str, tier: str) -> Any:
+    async def mistaken(served: str, tier: str) -> Any:
         raise ValueError("an internal error")
 
     async with both_paths(ScriptedWorker("w1")) as paths:
@@ -325,7 +325,7 @@ async def test_an_internal_error_is_reported_like_by_aiohttp() -> None:
 
 @pytest.mark.parametrize("name", ["unary", "streamed"])
 async def test_a_request_cancelled_internally_leaves_no_silent_connection(name: str) -> None:
-    async def cancelled(model: str, tier: str) -> Any:
+    async def cancelled(served: str, tier: str) -> Any:
         raise asyncio.CancelledError
 
     async with both_paths(ScriptedWorker("w1")) as paths:

@@ -17,7 +17,7 @@ from waits import turns, until
 
 from controller.frontend.errors import ApiError
 from controller.frontend.openai.intake import CHEAP_BYTES, COMMAND, SLICE_BYTES, YIELD_BYTES, BodyScan, Intake
-from controller.frontend.openai.request_parser import parse_body
+from controller.frontend.openai.request_kinds import parse_body
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 
 REFUSED = "holdfast_bound_refusals_total"
@@ -135,7 +135,19 @@ async def test_an_invalid_large_body_is_refused_like_a_small_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chat_completions", "completions", "tokenize", "detokenize", "json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_completions",
+        "completions",
+        "messages",
+        "count_tokens",
+        "responses",
+        "tokenize",
+        "detokenize",
+        "json",
+    ],
+)
 async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
     """The parsed request does not depend on where it is parsed."""
     messages = [
@@ -150,6 +162,14 @@ async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
             "stop": ["a"],
         },
         "completions": {"model": "m", "prompt": list(range(40_000)), "echo": True},
+        "messages": {"model": "m", "messages": messages, "max_tokens": 5, "thinking": {"type": "enabled"}},
+        "count_tokens": {"model": "m", "messages": messages},
+        "responses": {
+            "model": "m",
+            "input": [{"role": "user", "content": "é"}, {"type": "item_reference", "id": "x"}] * 1500,
+            "instructions": "i" * 200_000,
+            "reasoning": {"effort": "low"},
+        },
         "tokenize": {"messages": messages, "chat_template_kwargs": {"a": 1}},
         "detokenize": {"tokens": list(range(40_000))},
         "json": messages,

@@ -20,7 +20,8 @@ from controller.frontend import driver
 from controller.frontend.errors import ApiError
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.openai import writers
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.completion import read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.request_head import fresh_id, own_id
 from controller.frontend.openai.request_parser import parse_completion
 from controller.frontend.openai.text.long_texts import LONG_TEXT

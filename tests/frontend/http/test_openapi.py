@@ -12,7 +12,14 @@ from schema_bodies import AT, Maker
 from simulated_frontend import simulated
 
 from controller.frontend.errors import CODES
-from controller.frontend.http.routes import MODEL, ROUTE_OF, ROUTES, document, templated
+from controller.frontend.http.routes import MODEL, RESPONSE, ROUTE_OF, ROUTES, document, templated
+from controller.frontend.openai.messages.models import (
+    IGNORED_BY_COUNT_TOKENS,
+    IGNORED_BY_MESSAGES,
+    REFUSED_BY_MESSAGES,
+    CountTokensBody,
+    MessagesBody,
+)
 from controller.frontend.openai.request_head import ENDPOINTS
 from controller.frontend.openai.request_models import (
     IGNORED,
@@ -28,6 +35,11 @@ from controller.frontend.openai.request_models import (
     TokenizeChatBody,
     TokenizePromptBody,
 )
+from controller.frontend.openai.responses.models import (
+    IGNORED_BY_RESPONSES,
+    REFUSED_BY_RESPONSES,
+    ResponsesBody,
+)
 from events.observations import RequestsServed, TrafficReported
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -37,10 +49,16 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "TokenizePromptBody": ("/tokenize", {"prompt": "hi"}),
     "TokenizeChatBody": ("/tokenize", {"messages": MESSAGES}),
     "DetokenizeBody": ("/detokenize", {"tokens": [300]}),
+    "MessagesBody": ("/v1/messages", {"model": "m", "messages": MESSAGES, "max_tokens": 2}),
+    "CountTokensBody": ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    "ResponsesBody": ("/v1/responses", {"model": "m", "input": "hi", "max_output_tokens": 2}),
 }
 MODELS = {
     one.__name__: one
-    for one in (ChatBody, CompletionBody, TokenizePromptBody, TokenizeChatBody, DetokenizeBody)
+    for one in (
+        *(ChatBody, CompletionBody, TokenizePromptBody, TokenizeChatBody, DetokenizeBody),
+        *(MessagesBody, CountTokensBody, ResponsesBody),
+    )
 }
 REFUSED = {
     "ChatBody": REFUSED_BY_CHAT,
@@ -48,6 +66,16 @@ REFUSED = {
     "TokenizePromptBody": REFUSED_BY_TOKENIZE,
     "TokenizeChatBody": REFUSED_BY_TOKENIZE,
     "DetokenizeBody": {},
+    "MessagesBody": REFUSED_BY_MESSAGES,
+    "CountTokensBody": REFUSED_BY_MESSAGES,
+    "ResponsesBody": REFUSED_BY_RESPONSES,
+}
+IGNORES = {
+    "ChatBody": IGNORED,
+    "CompletionBody": IGNORED,
+    "MessagesBody": IGNORED_BY_MESSAGES,
+    "CountTokensBody": IGNORED_BY_COUNT_TOKENS,
+    "ResponsesBody": IGNORED_BY_RESPONSES,
 }
 # A value of each field that a simulated worker supports, without side effects on other fields.
 GOOD: dict[str, Any] = {
@@ -61,9 +89,22 @@ GOOD: dict[str, Any] = {
     "structured_outputs": {"choice": ["abc"]}, "guided_json": {"type": "object"}, "guided_regex": "abc",
     "guided_choice": ["abc"], "guided_grammar": 'root ::= "abc"', "skip_special_tokens": False, "parallel_tool_calls": False,
     "include_reasoning": False, "documents": [{"text": "x"}], "continue_final_message": False,
-    "include_stop_str_in_output": True, "truncate_prompt_tokens": 5, "allowed_token_ids": [300, 301], "bad_words": ["me"],
+    "include_stop_str_in_output": True, "truncate_prompt_tokens": 5, "system": "be kind", "stop_sequences": ["never"],
+    "thinking": {"type": "enabled"}, "output_config": {"effort": "low"}, "metadata": {"user_id": "u"},
+    "input": "hi", "instructions": "be kind", "previous_response_id": None, "store": False, "max_output_tokens": 3,
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"],
+    "user": "u",
+    "allowed_token_ids": [300, 301], "bad_words": ["me"],
     "prompt_logprobs": 1, "return_prompt_text": True,
 }  # fmt: skip
+# Values of fields that differ between bodies.
+SPECIAL: dict[tuple[str, str], Any] = {
+    ("CompletionBody", "logprobs"): 2,
+    ("MessagesBody", "tool_choice"): {"type": "none"},
+    ("CountTokensBody", "tool_choice"): {"type": "none"},
+    ("ResponsesBody", "top_logprobs"): 2,
+    ("ResponsesBody", "metadata"): {"a": "b"},
+}
 
 
 async def said(kit: Kit, path: str, body: Any) -> tuple[int, Any]:
@@ -124,8 +165,11 @@ async def test_the_documented_routes_are_exactly_the_served_ones() -> None:
         assert all(ROUTE_OF[route.method, templated(route.path)] is route for route in ROUTES)
         assert {("POST", path) for path in ENDPOINTS} < documented  # those of the fast path
         for method, path in documented:
-            async with kit.http.request(method, kit.url + path.replace(MODEL, "m")) as answer:
-                assert answer.status not in (404, 405) or (method, MODEL in path) == ("GET", True), path
+            async with kit.http.request(
+                method, kit.url + path.replace(MODEL, "m").replace(RESPONSE, "r")
+            ) as answer:
+                named = answer.status == 404 and (MODEL in path or RESPONSE in path)
+                assert answer.status not in (404, 405) or named, path
         for method, path in (("DELETE", "/tokenize"), ("GET", "/detokenize"), ("POST", "/v1/models/m")):
             async with kit.http.request(method, kit.url + path) as answer:
                 assert answer.status == 405 and answer.headers["Allow"]
@@ -135,8 +179,7 @@ def test_it_lists_exactly_the_fields() -> None:
     for name, schema in schemas().items():
         if name not in MODELS:
             continue
-        generates = name in ("ChatBody", "CompletionBody")
-        ignored = {field for field in IGNORED if "." not in field} if generates else set()
+        ignored = {field for field in IGNORES.get(name, {}) if "." not in field}
         assert set(schema["properties"]) == {*MODELS[name].model_fields, *REFUSED[name], *ignored}, name
     assert "include_obfuscation" in schemas()["StreamOptions"]["properties"]
 
@@ -161,16 +204,15 @@ async def test_every_listed_field_is_served_or_refused_as_documented(name: str) 
                 status, error = await said(kit, path, usual | {field: "odd"})
                 assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
             else:
-                value = "anything" if field in IGNORED else GOOD[field]
-                value = 2 if (name, field) == ("CompletionBody", "logprobs") else value
+                value = "anything" if field in IGNORES.get(name, ()) else GOOD.get(field)
+                value = SPECIAL.get((name, field), value)
                 status, error = await said(kit, path, usual | {field: value})
                 assert status == 200, (field, error)
 
 
 def test_no_field_is_missing_from_the_tests() -> None:
-    named = {field for name in BODIES for field in schemas()[name]["properties"]}
-    refused = {field for fields in REFUSED.values() for field in fields}
-    assert named <= set(GOOD) | refused | set(IGNORED)
+    for name in BODIES:
+        assert set(schemas()[name]["properties"]) <= {*GOOD, *REFUSED[name], *IGNORES.get(name, ())}
 
 
 # --- random bodies
@@ -194,8 +236,9 @@ async def test_no_allowed_body_causes_an_internal_error(name: str, seed: int) ->
                 body[field] = maker.dice.choice(
                     [None, True, -1, 1e9, "x", [], {}, [[]], [{}], {"a": {"b": []}}]
                 )
-            if name in ("ChatBody", "CompletionBody"):
-                body["max_tokens"] = min(int(body.get("max_tokens") or 2), 8) if is_int(body) else 2
+            for limit in ("max_tokens", "max_output_tokens"):
+                if limit in MODELS[name].model_fields:
+                    body[limit] = min(int(body.get(limit) or 2), 8) if is_int(body, limit) else 2
             async with asyncio.timeout(60):
                 status, error = await said(kit, path, body)
             assert status in (200, 400, 404), (status, error, body)
@@ -208,8 +251,8 @@ async def test_no_allowed_body_causes_an_internal_error(name: str, seed: int) ->
     assert served > 10, "too few of them were served"
 
 
-def is_int(body: dict[str, Any]) -> bool:
-    return isinstance(body.get("max_tokens"), int)
+def is_int(body: dict[str, Any], name: str) -> bool:
+    return isinstance(body.get(name), int)
 
 
 def test_the_fields_of_a_plain_chat_are_documented() -> None:

@@ -46,6 +46,7 @@ def test_headers_are_parsed(headers: dict[str, str], says: AdmissionHeaders) -> 
 
 def test_a_key_is_kept_only_as_a_digest() -> None:
     one, same, other = (read(Authorization=f"Bearer {key}") for key in ("sk-1", "sk-1", "sk-2"))
+    assert read(**{"x-api-key": "sk-1"}) == one
     assert one == same != other
     assert "sk-1" not in repr(one) and one.api_key
 

@@ -8,7 +8,8 @@ from frontend_kit import TOKENS, frontend
 from scripted_worker import ScriptedWorker, undisturbed
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.completion import read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.request_head import unknown_fields
 from controller.frontend.openai.request_models import (
     IGNORED,

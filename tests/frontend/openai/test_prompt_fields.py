@@ -9,7 +9,8 @@ from simulated_frontend import simulated
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.completion import read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.request_parser import parse_any_chat, parse_completion
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer

@@ -13,7 +13,8 @@ import pytest
 from frontend_kit import frontend
 from scripted_worker import Act, ScriptedWorker
 
-from controller.frontend.openai.request_parser import DEFAULTED, parse_body, read_chat
+from controller.frontend.openai.request_kinds import parse_body
+from controller.frontend.openai.request_parser import DEFAULTED, read_chat
 from controller.frontend.openai.text.tokenizer import read_defaults
 from events.observations import RequestMigrated
 from events.token_bytes import BUILTIN_FILE

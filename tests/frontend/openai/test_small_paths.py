@@ -33,11 +33,11 @@ async def test_an_invocation_is_a_chat_or_a_completion_by_its_body(
         assert sum(n for (_, where, *_), n in ended.items() if where == endpoint) == 2
 
 
-@pytest.mark.parametrize("body", [{}, {"model": "m", "input": "hi"}])
+@pytest.mark.parametrize("body", [{}, {"model": "m", "text": "hi"}])
 async def test_an_invocation_without_messages_or_prompt_is_refused(body: dict[str, Any]) -> None:
     async with frontend(ScriptedWorker()) as kit:
         status, answer, _ = await kit.post("/invocations", **body)
-    assert status == 400 and "messages or a prompt" in answer["error"]["message"]
+    assert status == 400 and "messages, a prompt or an input" in answer["error"]["message"]
 
 
 async def test_the_load_is_the_number_of_requests_in_progress() -> None:

@@ -41,9 +41,9 @@ def test_a_response_head_has_the_date_of_its_second() -> None:
 
     before = int(time.time())
     assert before <= dated() <= time.time()
-    sse.head_beginning((1, 1), before - 3600)  # the cached head of an hour ago
+    sse.head_beginning((1, 1), before - 3600, 200, sse.EVENT_STREAM)  # the cached head of an hour ago
     assert before <= dated() <= time.time()
-    assert [sse.head_beginning((1, 1), second)[-14:] for second in (0, 1, 0)] == [
+    assert [sse.head_beginning((1, 1), second, 200, sse.EVENT_STREAM)[-14:] for second in (0, 1, 0)] == [
         "00:00:00 GMT\r\n",
         "00:00:01 GMT\r\n",
         "00:00:00 GMT\r\n",

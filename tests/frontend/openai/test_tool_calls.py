@@ -1,14 +1,13 @@
 """Chats with tools and reasoning: the answers are parsed, also if a worker dies in the middle."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
-from frontend_kit import TOKENS, Kit, frontend
-from scripted_worker import Act, ScriptedWorker, spelling
+from answering import ARGUMENTS, ASKED, CALL, EOS, HERMES, SCHEMA, answering
+from frontend_kit import TOKENS, frontend
+from scripted_worker import Act, ScriptedWorker
 from simulated_frontend import simulated
 
 TOOL: Any = {
@@ -16,33 +15,9 @@ TOOL: Any = {
     "function": {
         "name": "get_weather",
         "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            "required": ["city"],
-        },
+        "parameters": SCHEMA,
     },
 }
-ARGUMENTS = '{"city": "Zürich 🏔", "days": 3}'
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-ASKED: list[Any] = [{"role": "user", "content": "How is the weather?"}]
-EOS = 2
-HERMES = {"m": "hermes"}
-
-
-@asynccontextmanager
-async def answering(text: str, *acts: Act, **settings: Any) -> AsyncIterator[tuple[Kit, openai.AsyncOpenAI]]:
-    """Serve a model that answers with this text, on two workers of which the first acts as scripted."""
-    workers = [
-        ScriptedWorker(name, follow=spelling([*TOKENS.encode(text, special=False), EOS]), stop_at=EOS)
-        for name in ("w1", "w2")
-    ]
-    workers[0].acts.extend(acts)
-    async with (
-        frontend(*workers, **settings) as kit,
-        openai.AsyncOpenAI(base_url=kit.url + "/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield kit, client
 
 
 async def test_a_call_is_returned_as_a_tool_call() -> None:

@@ -268,3 +268,10 @@ async def test_the_time_to_first_token_includes_the_wait_in_the_queue() -> None:
         assert (await second)[0] == EXACT
         waited = kit.counted("dynamo_frontend_time_to_first_token_seconds_sum", "model")
         assert waited["m",] > 0.2
+
+
+@pytest.mark.parametrize(
+    ("reported", "used"), [(0.25, 0.25), (1.0, 1.0), (7.0, 1.0), (0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0)]
+)
+def test_no_worker_can_attract_requests_by_the_weight_that_it_reports(reported: float, used: float) -> None:
+    assert without(Load(weight=reported), 0).weight == used

@@ -16,7 +16,7 @@ from events import codec, subjects
 from events.fact import Fact
 from events.intrusion.send_budget import MIB
 from events.journal.messages import as_sent
-from events.observations import WorkerHeard, WorkerLeft
+from events.observations import AdaptersChanged, WorkerHeard, WorkerLeft
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LEFT = WorkerLeft(worker="w0", instance="w0-1", mode="graceful", exit=0)
@@ -53,6 +53,10 @@ def test_an_honest_fact_is_accepted_with_its_own_source_and_number() -> None:
         ({"body": b"x" * 70_000}, "70000 bytes"),
         ({"body": b"{}"}, "no fact"),
         ({"fact": joined(ScriptedWorker("w0"), context_tokens=0)}, "impossible value: context_tokens = 0"),
+        (
+            {"fact": AdaptersChanged(worker="w0", instance="w0-1", adapters=("a",) * 65)},
+            "impossible value: number of adapters = 65",
+        ),
         (
             {"fact": joined(ScriptedWorker("w0"), account="worker-w1")},
             "account worker-w1, which is not its own",

@@ -203,6 +203,15 @@ def test_an_unreported_salt_hides_possibly_salted_prompts_until_salts_are_report
     assert heard(names, stored([8], TOKENS[:4], 4)) == [Stored([a])]
 
 
+def test_an_unreported_salt_hides_only_prompts_with_the_same_adapter() -> None:
+    names = Names()
+    heard(names, stored([1], TOKENS[:4], 4))
+    names.salted(TOKENS, "law")
+    assert heard(names, stored([2], TOKENS[:4], 4, lora_id=3, lora_name="law")) == []
+    of_sql = Stored(names_of(TOKENS[:4], seed=blocks.seed(lora="sql")))
+    assert heard(names, stored([3], TOKENS[:4], 4, lora_id=4, lora_name="sql")) == [of_sql]
+
+
 def test_only_the_last_salted_prompts_are_remembered() -> None:
     names = Names(salted_max=2)
     heard(names, stored([1], TOKENS[:4], 4))

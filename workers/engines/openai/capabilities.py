@@ -13,11 +13,12 @@ are excluded, so that a restart alone does not change the lineage.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from events.wire import Generate
-from workers.engines.openai.stream_decoder import IdsFrom
+from workers.engines.openai.stream_decoder import IdsFrom, JsonObject
 
 VALUE_MAX = 80  # characters of one value of a lineage
 
@@ -40,6 +41,13 @@ class Abilities:
     handles: bool = False  # can hand over a request's KV cache to another server: see `Upstream.handle`
     root: str = ""  # the weights' repository or folder, as /v1/models lists it; empty: not reported
     also_served: tuple[str, ...] = ()  # further names of the same weights in /v1/models, sorted
+    pooling: str = (
+        ""  # path of canaries, if the server computes vectors or scores only; empty: it generates tokens
+    )
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters of this model in /v1/models, sorted
+    # the server is SGLang, which selects an adapter by the field `lora_path`, and ignores `model`
+    lora_path: bool = False
+    paths: tuple[str, ...] = ()  # HTTP paths to which clients' requests can be passed on
     size: int | None = None  # size of the weights in bytes, as /v1/models lists it; None: not reported
     # by page, the values of the lineage that pages other than /v1/models report
     told: Mapping[str, Told] = field(default_factory=dict)
@@ -66,7 +74,8 @@ class Abilities:
     def identity(self) -> dict[str, object]:
         """The values that identify this instance of the worker. If one changes, the instance ends and a new one registers.
 
-        The field `created` of /v1/models is excluded, because some servers compute it anew for each answer.
+        The field `created` of /v1/models is excluded, because some servers compute it anew for each answer. Adapters are
+        excluded, because servers load and unload them while they serve.
         """
         return {
             "model": self.model,
@@ -77,6 +86,7 @@ class Abilities:
             "extensions": self.extensions,
             "ids_from": self.ids_from,
             "handles": self.handles,
+            "pooling": self.pooling,
             "also_served": self.also_served,
             "lineage": self.lineage,
         }
@@ -104,3 +114,40 @@ def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping
     a path keeps its values from earlier reads, `known`. If it was never read, it gets no values.
     """
     return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
+
+
+def context_of(about: JsonObject) -> int | None:
+    """Return the context length in tokens of an entry of /v1/models, or None if the entry lacks it."""
+    meta = about.get("meta") or {}
+    found = about.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
+    return int(found) if found else None
+
+
+def also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
+    """Return the other names of the model `about`, sorted. `every` is the server's list of models.
+
+    The other names are those of the list's entries with the same root. Entries with a `parent` are adapters, and are excluded.
+    """
+    root, own = about.get("root"), about["id"]
+    same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
+    return _bounded_names(same - {own})
+
+
+def adapters_of(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
+    """Return the LoRA adapters of the model `about`, sorted. `every` is the server's list of models.
+
+    The adapters are the list's entries with a name of the model as `parent` (vLLM, SGLang).
+    """
+    names = {about["id"], *also_served(every, about)}
+    return _bounded_names({str(one["id"]) for one in every if one.get("parent") in names} - names)
+
+
+def _bounded_names(names: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in names if 0 < len(name) <= NAME_MAX))[:NAMES_MAX]
+
+
+def told_values(said: Mapping[str, object], names: Iterable[str]) -> Told:
+    """Return those of `names` that a server's answer `said` has as text or integer, with their shortened values."""
+    return tuple(
+        (name, str(said[name])[:VALUE_MAX]) for name in names if isinstance(said.get(name), str | int)
+    )

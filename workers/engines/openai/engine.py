@@ -33,6 +33,7 @@ import structlog
 from events.kv import Cleared
 from events.process.key_file import read_key
 from events.wire import Chunk, Generate, Load
+from workers.config.upstream_route import LiveSettings
 from workers.engines.engine import (
     CANARIES_MAX,
     Announce,
@@ -48,12 +49,14 @@ from workers.engines.engine import (
     Stopped,
     discard_events,
     discard_output,
+    lacks_adapter,
 )
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.exchange import Exchange, UpstreamKey
 from workers.engines.openai.identity import UpstreamSettings, identify
 from workers.engines.openai.identity_watch import IdentityWatch
 from workers.engines.openai.kv_names import CacheEpochs, read_salt
+from workers.engines.openai.read_pace import ReadPace
 from workers.engines.openai.requests import Places, UpstreamRequests
 from workers.engines.openai.upstream import (
     Handle,
@@ -98,6 +101,10 @@ class OpenAIEngine:
         self._places = Places()
         # maximum number of requests that are at the upstream at once; the others wait
         self._runs = settings.batch_max
+        self._share = 1.0  # of the batch, by `limit_batch`
+        self._limit: int | None = (
+            None  # maximum of requests at the upstream, by `adjust`; None: that of the settings
+        )
         # for each request stopped for a move, the request that would continue it
         self._stopped: dict[int, Generate] = {}
         self._out: list[tuple[int, Chunk]] = []
@@ -107,7 +114,7 @@ class OpenAIEngine:
         self._deliver, self._announce = deliver, announce
         settings = self._settings
         limit = settings.batch_max + settings.waiting_max + CANARIES_MAX
-        self._upstream = upstream = Upstream(settings.url, settings.key, limit)
+        self._upstream = upstream = Upstream(settings.url, settings.key, limit, settings.route)
         self._patience = UpstreamWait(upstream, settings)
         self._account = UpstreamAccount(
             upstream, lambda: self._requests.sent_now, settings.kv_events, settings.kv_replays, settings.times
@@ -122,7 +129,8 @@ class OpenAIEngine:
         self._abilities = replace(found, ranks=self._account.dp)
         api_key = UpstreamKey(upstream, settings.key_file)
         self._watch = IdentityWatch(upstream, self._abilities, settings.times.identity_s)
-        self._exchange = Exchange(upstream, self._abilities, api_key, self._watch, self._gate)
+        pace = ReadPace(time.monotonic)
+        self._exchange = Exchange(upstream, self._abilities, api_key, self._watch, self._gate, pace)
         self._following = [
             asyncio.ensure_future(api_key.follow(settings.times.key_s)),
             asyncio.ensure_future(self._watch.follow()),
@@ -131,6 +139,19 @@ class OpenAIEngine:
         self.identity = identify(settings, self._abilities, self._account)
         if not self._abilities.exact:
             log.warning("text_only_upstream", url=settings.url, advice="continuations will not be exact")
+
+    def adjust(self, change: LiveSettings) -> None:
+        """Apply settings that can change while the engine runs. Requests that are at the upstream already are not affected."""
+        self._settings = replace(
+            self._settings, route=change.route, key_file=change.key_file, weight=change.weight
+        )
+        self._limit = change.requests_max
+        self._set_runs()
+        if self._upstream is not None:
+            route = self._upstream.route
+            route.use(change.route)
+        if self._exchange is not None:
+            self._exchange.use_key_file(change.key_file)
 
     @property
     def announces(self) -> bool:
@@ -160,6 +181,10 @@ class OpenAIEngine:
             return f"overloaded: the upstream takes no new requests for {closed_s:.1f} s"
         if overload := self._requests.overload(canary=request.canary):
             return overload
+        if error := lacks_adapter(request, self.identity.adapters):
+            return error
+        if request.proxied is not None:
+            return None
         if not request.tokens and not request.prompt_text:
             return "invalid_request: the prompt is empty"
         if not self._abilities.token_prompts and not prompt_text(request):
@@ -174,6 +199,11 @@ class OpenAIEngine:
 
         `handle` locates the KV cache of a request that arrives from another server. It is None for all other requests.
         """
+        if request.proxied is not None:
+            self._requests.begin(
+                key, request, asyncio.ensure_future(self._serve(key, request, None)), movable=False
+            )
+            return
         # real servers reject a request with a larger `max_tokens`, instead of stopping at the end of the context
         most = min(request.sampling.max_tokens, self.identity.context_tokens - len(request.tokens))
         if most <= 0:
@@ -183,7 +213,7 @@ class OpenAIEngine:
         request = msgspec.structs.replace(self._epochs.salted(request), sampling=sampling)
         salted = request.cache_salt or request.canary
         if self._account is not None and self._abilities.extensions and salted:
-            self._account.salted(request.tokens)
+            self._account.salted(request)
         task = asyncio.ensure_future(self._serve(key, request, handle))
         movable = self._abilities.handles and not request.canary
         self._requests.begin(key, request, task, movable=movable)
@@ -294,9 +324,15 @@ class OpenAIEngine:
 
         The worker applies the limit by holding back requests, because an upstream's batch size cannot be changed while it runs.
         """
+        self._share = share
+        self._set_runs()
+
+    def _set_runs(self) -> None:
+        """Limit the requests at the upstream by the share of `limit_batch` and by the limit of `adjust`."""
         whole = self._settings.batch_max
-        self._runs = max(1, int(whole * share))
-        self._places.limit(None if share == 1 else self._runs)
+        most = whole if self._limit is None else min(whole, self._limit)
+        self._runs = max(1, int(most * self._share))
+        self._places.limit(None if self._runs == whole else self._runs)
 
     # --- health and load
 
@@ -310,8 +346,11 @@ class OpenAIEngine:
         waiting = len(self._requests) - running
         own = Load(running, waiting, used, profile.kv_blocks, tokens, self._requests.canaries)
         whole = own if self._account is None else self._account.load(own, self._runs)
-        closed_s = self._gate.closed_s()
-        return msgspec.structs.replace(whole, closed_s=closed_s) if closed_s else whole
+        closed_s, weight = self._gate.closed_s(), self._settings.weight
+        limit = 0 if self._limit is None else self._runs
+        if not (closed_s or limit) and weight == 1.0:
+            return whole
+        return msgspec.structs.replace(whole, closed_s=closed_s, weight=weight, batch=limit or whole.batch)
 
     def ranks(self) -> list[Load]:
         return [] if self._account is None else self._account.ranks(self.identity.profile.kv_blocks)
@@ -319,12 +358,16 @@ class OpenAIEngine:
     async def check(self) -> None:
         """Raise EngineDead if the upstream is unhealthy, and EngineChanged if the upstream's identity has changed.
 
+        Also update the adapters of the engine's identity.
+
         An upstream is unhealthy if it refuses several health checks in a row. It is also unhealthy if for `silent_s` seconds (a
         setting) it neither answers health checks nor sends tokens.
         """
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
             raise EngineChanged(f"the server {self._settings.url} has changed: {self._watch.changed}")
+        if self._watch is not None and self._watch.adapters != self.identity.adapters:
+            self.identity = replace(self.identity, adapters=self._watch.adapters)
         began, health = time.monotonic(), self._health
         answer = await self._upstream.healthy(ANSWER_S_MAX)
         if self._watch is not None and (answer.trouble or health.troubled):

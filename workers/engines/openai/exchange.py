@@ -19,18 +19,25 @@ from events.grammar.ebnf import parse_ebnf
 from events.grammar.printer import to_gbnf
 from events.grammar.refusals import GrammarRefused
 from events.process.key_file import read_key
-from events.refusal import unsupported
-from events.wire import Chunk, Generate, Logprob
+from events.refusal import RequestRefusal, unsupported
+from events.wire import Chunk, Generate, Logprob, ProxiedRequest
+from workers.engines.engine import lacks_adapter
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.field_probes import FieldProbes, TokenLimitProbes
 from workers.engines.openai.identity_watch import IdentityWatch
-from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite
+from workers.engines.openai.pooling import CANARIES, as_answer
+from workers.engines.openai.proxy import pieces
+from workers.engines.openai.read_pace import ReadPace
+from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite, is_client_error
 from workers.engines.openai.upstream import (
+    COMPLETIONS,
+    PROBE_S_MAX,
     UNAUTHORIZED,
     Handle,
     Upstream,
     UpstreamUnavailable,
     hidden,
+    prompt_text,
     refusal,
     refusal_in,
 )
@@ -41,6 +48,8 @@ OVERLOADED = "overloaded"
 LOGPROBS_BYTES_MAX = 32 * 1024 * 1024
 KEY_EVERY_S = 1.0  # between two reads of the key's file
 KEY_READ_S_MAX = 2.0  # a file system that hangs must not delay requests
+NOT_SERVED = (404, 405, 501)  # statuses of a server that does not have the path of a proxied request
+UNLOADED = (400, 404)  # statuses for an adapter that the server does not have (SGLang, vLLM)
 STRANGE = (*UNAUTHORIZED, 404)  # statuses which suggest that another server has replaced the upstream
 
 log = structlog.get_logger(__name__)
@@ -157,12 +166,18 @@ class UpstreamKey:
 
     def __init__(self, upstream: Upstream, file: Path | None) -> None:
         self._upstream = upstream
-        self._file = file
+        self.file = file
         self._trouble = ""
 
+    def use_file(self, file: Path | None) -> None:
+        """Read the key from another file from now on. None: send no key."""
+        self.file = file
+        if file is None:
+            self._upstream.use_key("")
+
     async def follow(self, every_s: float = KEY_EVERY_S) -> None:
-        """Read the key file every `every_s` seconds until cancelled. Return at once if no key file is configured."""
-        while self._file is not None:
+        """Read the key file every `every_s` seconds until cancelled."""
+        while True:
             await asyncio.sleep(every_s)
             await self.read()
 
@@ -173,13 +188,13 @@ class UpstreamKey:
 
     async def read(self) -> None:
         """Read the key file and use its key. An unreadable or partly written file leaves the key unchanged."""
-        if self._file is None:
+        if self.file is None:
             return
         try:
             async with asyncio.timeout(KEY_READ_S_MAX):
-                key = await asyncio.to_thread(read_key, self._file)
+                key = await asyncio.to_thread(read_key, self.file)
         except TimeoutError:
-            self._note(f"{self._file} cannot be read within {KEY_READ_S_MAX:g} s")
+            self._note(f"{self.file} cannot be read within {KEY_READ_S_MAX:g} s")
             return
         except ValueError as error:
             self._note(str(error))
@@ -187,7 +202,7 @@ class UpstreamKey:
         self._note("")
         if key != self._upstream.key:
             self._upstream.use_key(key)
-            log.info("upstream_key_replaced", file=str(self._file))
+            log.info("upstream_key_replaced", file=str(self.file))
 
     def _note(self, trouble: str) -> None:
         """Log why the key file cannot be read, unless the previous read failed for the same reason.
@@ -208,12 +223,18 @@ class Exchange:
     key: UpstreamKey
     identity: IdentityWatch
     gate: RetryGate
+    pace: ReadPace
 
     def __post_init__(self) -> None:
         completed = partial(self.upstream.completed_text, self.abilities)
         probes = FieldProbes(lambda: self.identity.doubts)
         self._constraints = Constraints(completed, probes)
         self._limits = TokenLimitProbes(self.upstream, self.abilities, probes)
+
+    def use_key_file(self, file: Path | None) -> None:
+        """Read the API key from this file from now on. None: send no key."""
+        if file != self.key.file:
+            self.key.use_file(file)
 
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
@@ -234,32 +255,93 @@ class Exchange:
         Return the error if the upstream refuses the request or cannot serve it. Otherwise, return None. If the connection breaks,
         pass an error chunk to `emit` and return None.
         """
-        reading = UpstreamStream(request, self.abilities.ids_for(request))
         try:
-            if request.guided is not None:
-                guided = await self._constraints.translate(request.guided, request.guided_fallback)
-                request = msgspec.structs.replace(request, guided=guided)
-            await self._limits.check(request.sampling)
-            before = await prompt_logprobs(self.upstream, self.abilities, request)
-            async with self.upstream.complete(self.abilities, request, handle) as response:
-                if response.status != 200:
-                    return await self._refused(response, canary=request.canary)
-                async for data in response.content.iter_any():
-                    self._emit(emit, put_before(reading.feed(data), before))
-                    if reading.over:
-                        return None
-                self._emit(emit, reading.end())
+            if request.proxied is not None:
+                return await self._pass_on(request, request.proxied, emit)
+            return await self._complete(request, handle, emit)
         except Fault as fault:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self.identity.doubt()  # another server may have replaced the upstream
-            words = str(error) or type(error).__name__
+            route = self.upstream.route
+            words = route.tls_trouble(error) or str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         # a bug in this worker; without an error chunk, the caller would wait for ever
         except Exception as error:
             log.exception("request_failed")
             emit([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         return None
+
+    async def _complete(self, request: Generate, handle: Handle | None, emit: Emit) -> str | None:
+        """Request a completion. Return the upstream's refusal as an error, or None once the answer has ended."""
+        if self.abilities.pooling:
+            return await self._pooled(request, emit)
+        reading = UpstreamStream(request, self.abilities.ids_for(request))
+        if request.guided is not None:
+            guided = await self._constraints.translate(request.guided, request.guided_fallback)
+            request = msgspec.structs.replace(request, guided=guided)
+        await self._limits.check(request.sampling)
+        before = await prompt_logprobs(self.upstream, self.abilities, request)
+        async with self.upstream.complete(self.abilities, request, handle) as response:
+            if response.status != 200:
+                gone = await self._adapter_gone(request, response.status)
+                return gone or await self._refused(response, canary=request.canary)
+            async for data in response.content.iter_any():
+                chunks = reading.feed(data)
+                self._emit(emit, put_before(chunks, before))
+                if reading.over:
+                    return None
+                if wait_s := self.pace.take(len(data), len(chunks)):
+                    await asyncio.sleep(wait_s)
+            self._emit(emit, reading.end())
+        return None
+
+    async def _pooled(self, request: Generate, emit: Emit) -> str | None:
+        """Answer a canary with the numbers that a server without tokens computes. Return the error of another request."""
+        path = self.abilities.pooling
+        if not request.canary:
+            return RequestRefusal(f"this model's server does not serve {COMPLETIONS}", 404).error
+        fields = CANARIES[path](self.abilities.model, prompt_text(request))
+        status, body = await self.upstream.post(path, fields, PROBE_S_MAX)
+        if status != 200:
+            return refusal_in(body, status, canary=True)
+        self._emit(emit, as_answer(body, request.sampling.max_tokens))
+        return None
+
+    async def _pass_on(self, request: Generate, proxied: ProxiedRequest, emit: Emit) -> str | None:
+        """Pass a client's HTTP request on. Return the upstream's refusal as an error, or None once the response has ended.
+
+        Client errors are part of the response. If the upstream does not serve the path, the refusal says so.
+        """
+        async with self.upstream.proxy(self.abilities, request, proxied) as response:
+            status = response.status
+            if gone := await self._adapter_gone(request, status):
+                return gone
+            if status >= 400 and not is_client_error(status):
+                error = await self._refused(response, canary=False)
+                if status in NOT_SERVED and not error.startswith("not_serving"):
+                    why = f"this model's server does not serve {proxied.path}"
+                    return RequestRefusal(why, 404).error
+                return error
+            try:
+                async for chunk in pieces(proxied, response):
+                    emit([chunk])
+                    piece = chunk.proxied
+                    if (
+                        piece
+                        and proxied.streamed
+                        and (wait_s := self.pace.take(len(piece.body), piece.body.count(b"data:")))
+                    ):
+                        await asyncio.sleep(wait_s)
+            except Fault as fault:  # not returned, because a request with output must not be sent again
+                self._emit(emit, [Chunk(0, [], error=str(fault))])
+        return None
+
+    async def _adapter_gone(self, request: Generate, status: int) -> str:
+        """Return the error for a request that the upstream refuses because it has unloaded the adapter; otherwise empty."""
+        if not request.adapter or status not in UNLOADED or await self.identity.lists(request.adapter):
+            return ""
+        return lacks_adapter(request, self.identity.adapters)
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
         """Return the error in a response with an error status.

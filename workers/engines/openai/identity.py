@@ -10,6 +10,7 @@ import structlog
 from yarl import URL
 
 from events.observations import Profile
+from workers.config.upstream_route import UpstreamRoute
 from workers.engines.engine import EngineIdentity
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.upstream_health import MAX_S, SILENT_S
@@ -48,6 +49,8 @@ class UpstreamSettings:
     # time limit for a KV handle, which costs the server one step with a mostly cached prompt
     handle_s: float = 1.0
     times: AccountTimes = field(default_factory=AccountTimes)
+    route: UpstreamRoute = field(default_factory=UpstreamRoute)
+    weight: float = 1.0  # share of requests, compared with a worker of weight 1
 
 
 def identify(
@@ -90,6 +93,8 @@ def identify(
         waiting_max=settings.waiting_max,
         server=server_address(settings.url),
         lineage=known.lineage,
+        paths=known.paths,
+        adapters=known.adapters,
     )
 
 

@@ -6,6 +6,8 @@ The upstream's identity is read every 10 s, and at once after a 401, 403, 404 or
       ├── the upstream does not answer ──▶ read again after a second
       └── differs, and a second read gives the same difference ──▶ changed: the worker's instance ends
 
+Servers load and unload LoRA adapters while they serve, so the watch only notes which adapters the last read listed.
+
 With a KV handle, another server can fetch a request's KV blocks. A probe for handles makes the upstream keep blocks for a lease
 of 30 s. Because of this cost, the probe is repeated only if the upstream was unreachable, or if another server may have
 replaced it.
@@ -48,6 +50,7 @@ class IdentityWatch:
         # earliest time of the next probe for handles
         self._handles_at = now if known.handles else now + HANDLES_S_MIN
         self.changed = ""  # the fields that have changed; empty: none
+        self.adapters = known.adapters  # at the last read; a change does not change the upstream's identity
 
     def note(self, field: str) -> None:
         """Record a change of `field` that another component has detected, unless a change is already recorded."""
@@ -116,6 +119,7 @@ class IdentityWatch:
     async def _read(self) -> dict[str, object]:
         known, upstream = self._known, self._upstream
         listed = await upstream.listed(known.model)
+        self._note_adapters(listed)
         version = await upstream.version()
         told = merged(known.told, await upstream.read_reported(known.told))
         seen = replace(
@@ -129,6 +133,18 @@ class IdentityWatch:
         tokens = 1 if known.ids_from == "token_ids" else PROBE_TOKENS
         found = await upstream.probed(listed, tokens, PROBE_S_MAX)
         return replace(found, handles=await self._hands_over(found)).identity
+
+    async def lists(self, adapter: str) -> bool:
+        """Read now whether the upstream still lists an adapter. Return True if its list cannot be read."""
+        try:
+            self._note_adapters(await self._upstream.listed(self._known.model))
+        except UpstreamUnavailable:
+            return True
+        return adapter in self.adapters
+
+    def _note_adapters(self, listed: Abilities) -> None:
+        if listed.model == self._known.model:
+            self.adapters = listed.adapters
 
     async def _hands_over(self, found: Abilities) -> bool:
         """Return whether the upstream gives KV handles, by which another server can fetch a request's KV blocks.

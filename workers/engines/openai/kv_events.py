@@ -22,6 +22,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from events.wire import Generate
 from workers.engines.engine import Announce
 from workers.engines.openai.kv_rank import Frame, NoReplay, UpstreamRank, no_replay
 
@@ -81,10 +82,10 @@ class UpstreamKvEvents:
         if self._thread.is_alive():
             self._thread.join(STOP_S_MAX)
 
-    def salted(self, tokens: Sequence[int]) -> None:
-        """Record, for all ranks, the tokens of a prompt that is being sent to the upstream with a cache salt."""
+    def salted(self, request: Generate) -> None:
+        """Record, for all ranks, the prompt of a request that is being sent to the upstream with a cache salt."""
         for rank in self._ranks:
-            rank.names.salted(tokens)
+            rank.names.salted(request.tokens, request.adapter)
 
     @property
     def connected(self) -> bool:

@@ -315,8 +315,10 @@ class Names:
                     out.extend(self.forget())
         return out
 
-    def salted(self, tokens: Sequence[int]) -> None:
+    def salted(self, tokens: Sequence[int], adapter: str = "") -> None:
         """Record a prompt that the worker is sending to the engine with a cache salt. May be called from another thread.
+
+        `adapter` is the request's LoRA adapter, if it has one.
 
         If an engine does not report salts, the blocks of a salted prompt look like those of a prompt without a salt. Until the
         engine has reported a salt, routers see no block of any prompt that begins with the first block of a recorded prompt.
@@ -324,7 +326,7 @@ class Names:
         size = self.block_tokens
         if self._reports_salts or size is None or len(tokens) < size:
             return
-        (first,) = blocks.local_hashes(tokens[:size], size)
+        (first,) = blocks.local_hashes(tokens[:size], size, blocks.seed(lora=adapter))
         self._salted[first] = None
         if len(self._salted) > self._salted_max:
             del self._salted[next(iter(self._salted))]

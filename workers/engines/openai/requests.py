@@ -28,6 +28,8 @@ class UpstreamRequest:
     generated: list[int] = field(default_factory=list)
     canary: bool = False
     sent: bool = False  # sent to the upstream; False while the request waits for a slot
+    # whether the upstream sends nothing before the whole response, so that silence says nothing about its engine
+    whole: bool = False
 
 
 class UpstreamRequests:
@@ -77,11 +79,14 @@ class UpstreamRequests:
 
     def begin(self, key: int, request: Generate, task: "asyncio.Task[None]", *, movable: bool) -> None:
         """Add a request that `task` sends to the upstream. `movable` means that the request can move to another server."""
-        now, length = time.monotonic(), len(request.tokens)
-        if not self._by_key:
+        now, length = time.monotonic(), request.prompt_tokens if request.proxied else len(request.tokens)
+        if all(one.whole for one in self):
             self._moved_at = now
         kept = request if movable else None
-        self._by_key[key] = UpstreamRequest(task, length, now, length, kept, canary=request.canary)
+        whole = request.proxied is not None and not request.proxied.streamed
+        self._by_key[key] = UpstreamRequest(
+            task, length, now, length, kept, canary=request.canary, whole=whole
+        )
 
     @property
     def sent_now(self) -> int:
@@ -102,14 +107,14 @@ class UpstreamRequests:
         """
         if chunks:
             self._moved_at = time.monotonic()
-            if any(chunk.tokens or chunk.text for chunk in chunks):
+            if any(chunk.tokens or chunk.text or chunk.proxied is not None for chunk in chunks):
                 self.token_at = self._moved_at
         one = self._by_key.get(key)
         if one is None or not chunks:
             return False
         one.silent = False
         for chunk in chunks:
-            one.length += len(chunk.tokens) or (1 if chunk.text else 0)
+            one.length += len(chunk.tokens) or (1 if chunk.text or chunk.proxied is not None else 0)
             if one.movable is not None:
                 one.generated.extend(chunk.tokens)
         return True
@@ -122,12 +127,13 @@ class UpstreamRequests:
         """Return the current phase of the upstream, derived from the output that has arrived.
 
         The phase is idle if there are no requests, prefill if the upstream may still be computing a prompt, and otherwise decode.
+        Requests with a response that arrives as a whole do not count.
         """
-        if not self._by_key:
+        if all(one.whole for one in self):
             return Phase("idle", self._moved_at)
         # If some streams have begun, their output shows when each step starts. A prompt that arrived more than JOINS_WITHIN_S
         # after the start of the current step is not part of that step, so the prompt must not count as prefill.
-        there = [one for one in self if one.sent]
+        there = [one for one in self if one.sent and not one.whole]
         silent = [one for one in there if one.silent]
         brings_tokens, joined = len(silent) < len(there), self._moved_at + JOINS_WITHIN_S
         waiting = sum(one.prompt_tokens for one in silent if one.arrived_at <= joined or not brings_tokens)

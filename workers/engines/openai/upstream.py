@@ -11,16 +11,29 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from events.errors import HoldfastError
-from events.intrusion.registration import NAME_MAX, NAMES_MAX
-from events.wire import Generate, Sampling
-from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, merged
+from events.proxied_paths import PATHS
+from events.wire import Generate, ProxiedRequest, Sampling
+from workers.config.upstream_route import UpstreamRoute
+from workers.engines.openai import adapters
+from workers.engines.openai.capabilities import (
+    Abilities,
+    Told,
+    adapters_of,
+    also_served,
+    context_of,
+    merged,
+    told_values,
+)
 from workers.engines.openai.kv_names import CANARY_SALT
+from workers.engines.openai.pooling import pooling_path
+from workers.engines.openai.route import RequestRoute, tls_reason
 from workers.engines.openai.stream_decoder import (
     Fault,
     IdsFrom,
@@ -110,23 +123,17 @@ def unreachable(url: str, path: str, error: Exception, within_s: float) -> Upstr
         return UpstreamUnavailable(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
         return UpstreamUnavailable(f"{shown(url)}{path} does not answer within {within_s:g} s")
-    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
-        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {_tls_reason(error)}")
+    if tls := tls_reason(error, shown(url)):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {tls}")
+    if isinstance(error, aiohttp.ClientHttpProxyError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: its proxy answers {error.status}")
+    if isinstance(error, aiohttp.ClientProxyConnectionError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: its proxy cannot be reached")
     if isinstance(error, aiohttp.ClientConnectorError):
         number, words = error.os_error.errno or 0, error.os_error.strerror
         why = os.strerror(number) if number > 0 else words or type(error.os_error).__name__
         return UpstreamUnavailable(f"cannot connect to {shown(url)} ({why})")
     return UpstreamUnavailable(f"{shown(url)}{path}: {type(error).__name__}", str(error))
-
-
-def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
-    """Return a description of a TLS error. The error's errno is misleading, because it means "Operation not permitted"."""
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        cause: object = error.certificate_error
-        why = getattr(cause, "verify_message", "") or str(cause)
-        return f"its certificate is not trusted: {why} (SSL_CERT_FILE names certificates to trust)"
-    cause = error.os_error
-    return f"TLS failed: {getattr(cause, 'reason', None) or cause}"
 
 
 def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamUnavailable:
@@ -154,8 +161,9 @@ class NoConnector(NoHandle):
 class Upstream:
     """The HTTP client of one OpenAI-compatible server."""
 
-    def __init__(self, url: str, key: str, streams_max: int) -> None:
+    def __init__(self, url: str, key: str, streams_max: int, route: UpstreamRoute | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
+        self.route = RequestRoute(shown(self._url), route or UpstreamRoute())  # of all later requests
         self.model = ""  # name of the served model, as last read from /v1/models; empty before the first read
         self._session = aiohttp.ClientSession(
             # No connection is reused, because llama-server announces keep-alive, but closes the connection after a stream.
@@ -183,7 +191,7 @@ class Upstream:
         try:
             async with asyncio.timeout(deadline_s):
                 for path in ("/health", "/v1/models"):  # not every server has /health
-                    async with self._session.get(self._url + path) as response:
+                    async with self._session.get(self._url + path, **self.route.options()) as response:
                         if response.status != 404:
                             bad = response.status >= 400
                             return HealthAnswer(f"{path} answers {response.status}" if bad else "")
@@ -221,8 +229,18 @@ class Upstream:
         listed = await self.listed()
         told = merged({}, await self.read_reported((*LINEAGE_PAGES, METRICS)))
         listed = replace(listed, told={path: one for path, one in told.items() if one})
-        known = await self.probed(replace(listed, version=await self.version() or ""))
+        listed = replace(listed, version=await self.version() or "", paths=await self.paths())
+        known = await self.probed(listed)
         return replace(known, handles=bool(await self.hands_over(known)))
+
+    async def paths(self) -> tuple[str, ...]:
+        """Return the paths to which clients' requests can be passed on: those in /openapi.json.
+
+        A server without this document may have any of them, and answers 404 for the others.
+        """
+        said = await self.page("/openapi.json")
+        listed = said.get("paths") if said else None
+        return tuple(path for path in PATHS if path in listed) if isinstance(listed, dict) else PATHS
 
     async def listed(self, wanted: str = "") -> Abilities:
         """Return what /v1/models lists about the model `wanted`, or about the first model if `wanted` is not listed.
@@ -240,9 +258,11 @@ class Upstream:
             size, root = (about.get("meta") or {}).get("size"), str(about.get("root") or "")
             return Abilities(
                 self.model,
-                context_tokens=_context(about),
+                context_tokens=context_of(about),
                 root=root,
-                also_served=_also_served(every, about),
+                also_served=also_served(every, about),
+                adapters=adapters_of(every, about),
+                lora_path=about.get("owned_by") == "sglang",
                 size=size if isinstance(size, int) else None,
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -278,7 +298,7 @@ class Upstream:
                 found[path] = None if text is None else (("kv_cache_dtype", dtype[1]),) if dtype else ()
                 continue
             said = await self.page(path)
-            found[path] = None if said is None else _told(said, LINEAGE_PAGES[path])
+            found[path] = None if said is None else told_values(said, LINEAGE_PAGES[path])
         return found
 
     async def probed(
@@ -291,6 +311,13 @@ class Upstream:
         UpstreamUnavailable if no request is accepted.
         """
         answer: JsonObject | str = ""
+        if found.paths and COMPLETIONS not in found.paths:
+            path = await pooling_path(found.model, found.paths, partial(self.post, deadline_s=deadline_s))
+            if not path:
+                raise UpstreamUnavailable(
+                    f"{shown(self._url)} computes neither tokens nor vectors nor scores"
+                )
+            return replace(found, version=found.version or "unknown", pooling=path)
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
             replace(found, token_prompts=True),
@@ -306,6 +333,18 @@ class Upstream:
                 )
         where = f"{shown(self._url)}{COMPLETIONS}"
         raise UpstreamUnavailable(f"{where} completes neither token ids nor text", str(answer))
+
+    async def post(self, path: str, fields: JsonObject, deadline_s: float) -> tuple[int, bytes]:
+        """Send a POST request with a JSON body and return the status and body of the answer.
+
+        Raise UpstreamUnavailable if no answer of at most 4 MiB arrives within `deadline_s` seconds.
+        """
+        asked = self._session.post(self._url + path, json=fields, **self.route.options())
+        try:
+            async with asyncio.timeout(deadline_s), asked as response:
+                return response.status, await _bounded(response)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise unreachable(self._url, path, error, deadline_s) from error
 
     async def _probe(
         self, variant: Abilities, tokens: int, deadline_s: float
@@ -407,7 +446,11 @@ class Upstream:
         Raise UpstreamUnavailable if the server does not answer in time, or sends more than 4 MiB.
         """
         try:
-            async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
+            options = self.route.options()
+            async with (
+                asyncio.timeout(deadline_s),
+                self._session.get(self._url + path, **options) as response,
+            ):
                 return response.status, await _bounded(response)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise unreachable(self._url, path, error, deadline_s) from error
@@ -431,21 +474,30 @@ class Upstream:
         return self._post(completion(abilities, request) | more, abilities, request)
 
     def _post(self, fields: JsonObject, abilities: Abilities, request: Generate) -> PendingResponse:
-        """Return a context manager that requests a completion with the body `fields` and yields the HTTP response.
+        """Return a context manager that requests a completion with the body `fields` and yields the HTTP response."""
+        headers = _request_headers(abilities, request)
+        return self._session.post(self._url + COMPLETIONS, json=fields, **self.route.options(headers))
 
-        The request's headers carry the client's trace and, if the server has several DP ranks, the selected rank.
-        """
-        headers = {"traceparent": request.traceparent} if request.traceparent else {}
-        if abilities.ranks > 1:
-            headers[RANK_HEADER] = str(request.rank)
-        return self._session.post(self._url + COMPLETIONS, json=fields, headers=headers)
+    def proxy(self, abilities: Abilities, request: Generate, proxied: ProxiedRequest) -> PendingResponse:
+        """Return a context manager that passes a client's HTTP request on and yields the HTTP response."""
+        headers = _request_headers(abilities, request) | {"Content-Type": proxied.media}
+        body = adapters.client_body(abilities, request, proxied.body)
+        return self._session.post(self._url + proxied.path, data=body, **self.route.options(headers))
+
+
+def _request_headers(abilities: Abilities, request: Generate) -> dict[str, str]:
+    """Return headers with the client's trace and, if the server has several DP ranks, the selected rank."""
+    headers = {"traceparent": request.traceparent} if request.traceparent else {}
+    if abilities.ranks > 1:
+        headers[RANK_HEADER] = str(request.rank)
+    return headers
 
 
 def completion(abilities: Abilities, request: Generate) -> JsonObject:
     """Return the body of a streamed completion request, which uses only extensions of OpenAI's API that the server accepts."""
     sampling, ids_from = request.sampling, abilities.ids_for(request)
     body: JsonObject = {
-        "model": abilities.model,
+        **adapters.model_fields(abilities, request),
         "prompt": request.tokens if abilities.token_prompts else prompt_text(request),
         "max_tokens": sampling.max_tokens,
         "stream": True,
@@ -530,12 +582,6 @@ async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX)
     return body
 
 
-def _told(said: Mapping[str, object], names: Iterable[str]) -> Told:
-    return tuple(
-        (name, str(said[name])[:VALUE_MAX]) for name in names if isinstance(said.get(name), str | int)
-    )
-
-
 def _ids_from(answer: JsonObject) -> IdsFrom:
     """Return which part of a completion contains its token ids; "nowhere" if no part does."""
     choice = (answer.get("choices") or [{}])[0]
@@ -545,19 +591,3 @@ def _ids_from(answer: JsonObject) -> IdsFrom:
         return "logprobs" if read_piece(choice, "logprobs", 1).tokens else "nowhere"
     except Fault:
         return "nowhere"
-
-
-def _also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
-    """Return the other names of the model `about`, sorted. `every` is the server's list of models.
-
-    The other names are those of the list's entries with the same root. Entries with a `parent` are adapters, and are excluded.
-    """
-    root, own = about.get("root"), about["id"]
-    same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
-    return tuple(sorted(name for name in same - {own} if len(name) <= NAME_MAX))[:NAMES_MAX]
-
-
-def _context(about: JsonObject) -> int | None:
-    meta = about.get("meta") or {}
-    found = about.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
-    return int(found) if found else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from events.wire import Load
+from events.wire import Generate, Load
 from workers.engines.engine import Announce, discard_events
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.upstream import Upstream
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 READ_S_MAX = 1.0  # for one read of the metrics
 CONNECT_S_MAX = 5.0  # for the subscriptions to all KV event endpoints of the upstream
+LARGE_CHARS = 256 * 1024  # of a page of metrics, which takes a few milliseconds to parse
 LOOK_S = 0.02  # between two checks of a condition that another thread sets
 STOP_S_MAX = 0.5
 EVENTS_AGAIN_S_MAX = 900.0  # between two subscription attempts
@@ -132,13 +133,13 @@ class UpstreamAccount:
         """Counts of the upstream's KV-event batches and of errors in them, by name; empty without a subscription."""
         return {} if self._events is None else self._events.counters
 
-    def salted(self, tokens: Sequence[int]) -> None:
-        """Record the tokens of a prompt that is being sent to the upstream with a cache salt.
+    def salted(self, request: Generate) -> None:
+        """Record the prompt of a request that is being sent to the upstream with a cache salt.
 
         The record is needed because not every server version reports salts in its KV events.
         """
         if self._events is not None:
-            self._events.salted(tokens)
+            self._events.salted(request)
 
     # --- load
 
@@ -166,7 +167,12 @@ class UpstreamAccount:
 
     async def _read(self) -> None:
         text = await self._upstream.metrics(READ_S_MAX)
-        report = None if text is None else read_metrics(text)
+        if (
+            text is not None and len(text) > LARGE_CHARS
+        ):  # would delay the streams of all upstreams of the process
+            report = await asyncio.to_thread(read_metrics, text)
+        else:
+            report = None if text is None else read_metrics(text)
         self._load.take(report, self._own(), asyncio.get_running_loop().time())
 
     # --- KV events

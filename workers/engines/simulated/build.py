@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from events.errors import UsageError
+from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from workers.config.settings import WorkerSettings, non_null
 from workers.config.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
 from workers.engines.simulated.engine import SimulatedEngine
@@ -47,6 +48,22 @@ def read_fatal(text: str) -> tuple[int, ...]:
     if not all(0 <= token < VOCABULARY for token in tokens):
         raise BadFatal(f"fatal_tokens = {text}: token ids go from 0 to {VOCABULARY - 1}")
     return tokens
+
+
+class BadAdapters(UsageError):
+    """The setting `adapters` is not a list of names of LoRA adapters."""
+
+
+def read_adapters(text: str) -> tuple[str, ...]:
+    """Parse the setting `adapters`, a comma-separated list of names. Raise BadAdapters if it is invalid."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise BadAdapters(
+            f"adapters = {text}: expected different names separated by commas, such as sql,legal"
+        )
+    if len(names) > NAMES_MAX or any(len(name) > NAME_MAX for name in names):
+        raise BadAdapters(f"adapters: at most {NAMES_MAX} names of at most {NAME_MAX} characters are allowed")
+    return names
 
 
 class BadReasoning(UsageError):
@@ -123,6 +140,8 @@ def _shape(settings: WorkerSettings) -> EngineShape:
         bounds["kv_token_s"] = _token_bytes(settings) / (gb_per_s * 1e9 * settings.speedup_ratio)
     if settings.fatal_tokens:
         bounds["fatal"] = read_fatal(settings.fatal_tokens)
+    if settings.adapters:
+        bounds["adapters"] = read_adapters(settings.adapters)
     if settings.reasoning:
         bounds["reasoning"] = read_reasoning(settings.reasoning)
     return EngineShape(model=Path(settings.model).name or "sim", **bounds)

@@ -98,6 +98,7 @@ class SimulatedEngine:
             profile=_of_all(timing.profile(shape), dp),
             dp=dp,
             waiting_max=shape.waiting_max * dp,
+            adapters=shape.adapters,
         )
         self.kv = tuple(_description(shape, revision, rank) for rank in range(shape.tp))
 

@@ -1,6 +1,6 @@
-"""Computes the next token of the simulated model from the model's name and all tokens so far.
+"""Computes the next token of the simulated model from the names of the weights and all tokens so far.
 
-A 64-bit hash runs over the whole sequence, with the model's name as its seed. The hash's digest at a position determines the
+A 64-bit hash runs over the whole sequence, with the weights' name as its seed. The hash's digest at a position determines the
 distribution of the next token. So a lost, duplicated or altered token changes all tokens that follow, in the same way on every
 worker. A continuation on another worker equals the undisturbed answer if and only if the replayed tokens were right. The hash is
 updated with one token at a time, so that the cost of a token does not grow with the length of the sequence.
@@ -44,13 +44,13 @@ TokenId = Annotated[int, Meta(ge=0, lt=VOCABULARY)]
 Candidates = Sequence[tuple[int, float]]  # (token, logit), best first
 
 
-def open_sequence(model: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
-    """Return the running hash of `tokens` for a model.
+def open_sequence(weights: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
+    """Return the running hash of `tokens` for the weights of this name (`EngineShape.weights`).
 
     The hash's digest determines the next token. For each further token, pass the token's four bytes (`TOKEN_BYTES`) to the
     hash's method `update`.
     """
-    running = xxhash.xxh3_64(seed=xxhash.xxh64_intdigest(model.encode()))
+    running = xxhash.xxh3_64(seed=xxhash.xxh64_intdigest(weights.encode()))
     running.update(as_bytes(tokens))
     return running
 
@@ -205,14 +205,14 @@ def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> L
 
 
 def prompt_logprobs(
-    model: str, tokens: Sequence[int], top: int, *, eos: bool, drift: float = 0.0
+    weights: str, tokens: Sequence[int], top: int, *, eos: bool, drift: float = 0.0
 ) -> list[Logprob]:
     """Return the logprob of each prompt token, as if generated, and the `top` best tokens at its position.
 
     The logprob of the first token is 0, because no token precedes it. `eos` is passed on to `candidates`, and `drift` to
     `logprobs`.
     """
-    running, found = open_sequence(model, tokens[:1]), [Logprob(0.0)]
+    running, found = open_sequence(weights, tokens[:1]), [Logprob(0.0)]
     for token in tokens[1:]:  # bypasses the caches, because a prompt's positions are rarely needed again
         ranked = candidates.__wrapped__(running.intdigest(), eos=eos)
         found.append(logprobs.__wrapped__(ranked, token, top, drift))

@@ -29,12 +29,12 @@ SLICE_BYTES = 128 * 1024  # bytes that are computed before other callbacks of th
 class Contents:
     """Computes the bytes of one sequence's KV blocks from its tokens. More tokens can be appended."""
 
-    def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
-        """Begin a sequence with these tokens."""
+    def __init__(self, shape: EngineShape, tokens: Sequence[int], adapter: str) -> None:
+        """Begin a sequence with these tokens, computed with this adapter, or without one if `adapter` is empty."""
         self.tokens: list[int] = []
         self._shape = shape
         self._token_bytes = shape.kv_block_bytes // shape.block_tokens
-        self._hash = language.open_sequence(shape.model, ())
+        self._hash = language.open_sequence(shape.weights(adapter), ())
         self._prefixes: list[bytes] = []  # digest of the prefix up to and including each token
         self.extend(tokens)
 
@@ -78,7 +78,7 @@ class SimulatedExport:
         self._rank, self._transit = rank, rank.transit
         self._departure = departure
         sequence, shape = departure.sequence, rank.shape
-        self._contents = Contents(shape, sequence.tokens)
+        self._contents = Contents(shape, sequence.tokens, sequence.request.adapter)
 
     def full_blocks(self) -> int:
         return 0 if self._departure.lost else self._departure.computed // self._rank.shape.block_tokens
@@ -138,7 +138,7 @@ class SimulatedImport:
     def __init__(self, rank: SimulatedRank, arrival: SimulatedArrival) -> None:
         self._rank, self._transit = rank, rank.transit
         self._arrival = arrival
-        self._contents = Contents(rank.shape, arrival.request.tokens)
+        self._contents = Contents(rank.shape, arrival.request.tokens, arrival.request.adapter)
         self.cached_tokens = arrival.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:

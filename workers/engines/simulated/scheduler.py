@@ -150,7 +150,11 @@ class Scheduler:
         if sampling.prompt_logprobs is not None:
             eos, drift = not sampling.ignore_eos, self.faults.drift
             sequence.before = prompt_logprobs(
-                self.shape.model, request.tokens, sampling.prompt_logprobs, eos=eos, drift=drift
+                self.shape.weights(request.adapter),
+                request.tokens,
+                sampling.prompt_logprobs,
+                eos=eos,
+                drift=drift,
             )
         self.waiting.add(sequence)
         return None

@@ -24,7 +24,7 @@ from events import blocks
 from events.errors import UsageError
 from events.wire import Chunk, Generate, Logprob, Sampling
 from workers.engines.constrained import GrammarFollower
-from workers.engines.engine import seed_of, validate_request
+from workers.engines.engine import lacks_adapter, seed_of, validate_request
 from workers.engines.faults import EngineFaults
 from workers.engines.simulated import language
 from workers.engines.simulated.kv_cache import EvictorKind
@@ -67,6 +67,7 @@ class EngineShape:
     host_kv_blocks: int = 0  # blocks in the host memory tier, into which the device evicts; 0: no such tier
     disk_kv_blocks: int = 0  # blocks in the disk tier, into which the host tier evicts; 0: no such tier
     reasoning: Reasoning | None = None  # each answer begins with reasoning; None: without
+    adapters: tuple[str, ...] = ()  # names of its LoRA adapters; each changes the tokens of answers
     fatal: tuple[int, ...] = ()  # a prompt that contains these tokens in a row ends the process
 
     def __post_init__(self) -> None:
@@ -81,6 +82,10 @@ class EngineShape:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise BadShape(f"a watermark is at least 0 and below 1, not {self.watermark:g}")
+
+    def weights(self, adapter: str) -> str:
+        """Return the name of the weights that determine an answer's tokens: those of the model and of an adapter."""
+        return f"{self.model}\0{adapter}" if adapter else self.model
 
 
 class SimulatedSequence:
@@ -177,7 +182,7 @@ class SampledSequence(SimulatedSequence):
         canary, priority = request.canary, request.priority
         super().__init__(key, prompt, end, length=len(tokens), canary=canary, priority=priority)
         self.request = request
-        self.use_hash(language.open_sequence(shape.model, tokens))
+        self.use_hash(language.open_sequence(shape.weights(request.adapter), tokens))
         # A KV cache that has arrived lacks the KV of the last token. So a block that ends with this token is not full yet.
         self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # full blocks at the start
         self.tail = [TOKEN_BYTES[token] for token in tokens[self.full * shape.block_tokens :]]
@@ -191,7 +196,7 @@ class SampledSequence(SimulatedSequence):
         self.follower = _follower(request, tokens)
         self.plain = _is_plain(sampling) and self.follower is None
         self.quick = False
-        self.salt = blocks.seed(namespace=request.cache_salt)
+        self.salt = blocks.seed(lora=request.adapter, namespace=request.cache_salt)
         self.seed = seed_of(request)
         # how often each token was generated so far, replayed tokens included; empty if the request has no penalties
         self.counts = Counter(tokens[request.prompt_tokens :] if penalises(sampling) else ())
@@ -227,6 +232,8 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
 
     The size of the KV cache is never the reason, because the cache holds at least one full context.
     """
+    if lacking := lacks_adapter(request, shape.adapters):
+        return lacking
     if refused := validate_request(request, shape.context_tokens, VOCABULARY):
         return refused
     if request.guided is not None and (refused := language.matchers().refusal(request.guided)):
@@ -241,8 +248,8 @@ def prefix_names(tokens: Sequence[int], request: Generate, block_tokens: int) ->
 
     `tokens` are these first tokens.
     """
-    own = blocks.local_hashes(tokens, block_tokens, blocks.seed(namespace=request.cache_salt))
-    return blocks.sequence_hashes(own)
+    salt = blocks.seed(lora=request.adapter, namespace=request.cache_salt)
+    return blocks.sequence_hashes(blocks.local_hashes(tokens, block_tokens, salt))
 
 
 def _follower(request: Generate, tokens: Sequence[int]) -> GrammarFollower | None:

@@ -17,7 +17,7 @@ from events.observations import Profile
 from events.token_bytes import read_token_bytes
 from events.wire import Chunk, Generate, Load, Sampling
 from workers.engines.constrained import ConstraintMatchers
-from workers.engines.engine import seed_of, validate_request
+from workers.engines.engine import lacks_adapter, seed_of, validate_request
 from workers.engines.transformers.blocks import Blocks
 from workers.engines.transformers.faults import NotFloat32, TorchFaults, WeightFaultInjector, bit_flip
 from workers.engines.transformers.model import Model, sampling_rows
@@ -84,6 +84,8 @@ class Stepper:
     def refusal(self, request: Generate) -> str | None:
         """Return why this request can never be served, or None if it can. May be called from any thread."""
         vocabulary = self.model.vocabulary
+        if lacking := lacks_adapter(request, ()):
+            return lacking
         if refused := validate_request(request, self.limit, vocabulary):
             return refused
         if request.guided is not None and (refused := self._matchers.refusal(request.guided)):

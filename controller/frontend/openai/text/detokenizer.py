@@ -15,51 +15,15 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from math import isfinite
 from types import MappingProxyType
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from events.errors import HoldfastError
 from events.token_bytes import bytes_of
-from events.wire import Logprob
 
 # a run of tokens without text is flushed at this length, because no character is that long
 INCOMPLETE_TOKENS_MAX = 64
-LOGPROB_MAX = 0.01  # tolerance for rounding in engines: a log probability is at most 0
-TOP_MAX = 256  # largest number of alternative tokens per position
-
-
-class InvalidOutput(HoldfastError):
-    """A worker's output cannot come from its model; the message names what is invalid."""
-
-
-def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
-    """Raise InvalidOutput if a token id is negative, or not below `vocabulary`.
-
-    The request driver checks only the first tokens of an attempt. Response writers check all later tokens, because
-    the fastest writer finds invalid ids anyway when it looks tokens up in a table of the vocabulary.
-    """
-    if len(tokens) == 1 and 0 <= tokens[0] < vocabulary:
-        return  # min and max of one token take four times as long
-    if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
-        raise InvalidOutput("a token outside the vocabulary")
-
-
-def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
-    """Raise InvalidOutput if the logprobs of a chunk are impossible, or a token id is not below `vocabulary`.
-
-    A logprob that is not a number or is above 0 counts as the worker's fault.
-    """
-    for one in logprobs:
-        if not (isfinite(one.chosen) and one.chosen <= LOGPROB_MAX) or len(one.top) > TOP_MAX:
-            raise InvalidOutput("a logprob that is not a number, or above 0")
-        for token, logprob in one.top:
-            if not 0 <= token < vocabulary:
-                raise InvalidOutput("an alternative outside the vocabulary")
-            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf is valid: the token cannot be drawn
-                raise InvalidOutput("a logprob that is not a number, or above 0")
 
 
 class ByteTable:

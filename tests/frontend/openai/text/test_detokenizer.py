@@ -200,7 +200,9 @@ def test_cached_parts_of_events_equal_uncached_ones(chat: bool, usage: bool) -> 
     """Every event byte by byte, for two requests and two alternating choices; ids and names may contain anything."""
     tokens = load_tokens(BUILTIN)
     for id, model, index, reason in 2 * [('a"b', "m\u20ac", 0, "stop"), ("c", "m", 7, 'odd"one')]:
-        format = format_of(id, model=model, chat=chat, stream=usage, include_usage=usage)
+        format = format_of(
+            id, model=model, api="chat" if chat else "completions", stream=usage, include_usage=usage
+        )
         page = Page()
         writer = StreamingWriter(format, page, index)  # type: ignore[arg-type]
         writer.write([300, 301], None)

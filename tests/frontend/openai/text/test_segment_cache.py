@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.completion import read_prompts
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.request_parser import parse_completion, read_chat
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.long_texts import LONG_TEXT

@@ -95,14 +95,15 @@ async def test_each_part_of_the_identity_is_read_again(
     await rig.engine.stop()
 
 
-async def test_further_names_of_the_same_weights_are_registered_but_adapters_are_not(
+async def test_further_names_of_the_same_weights_are_registered_apart_from_adapters(
     upstream: Upstream,
 ) -> None:
-    upstream.names = ("gpt-4o", "a/b")
+    upstream.names, upstream.adapters = ("gpt-4o", "a/b"), ("sql", "legal")
     rig = Rig(engine(upstream, NEVER))
     await rig.start()
     assert rig.engine.identity.model == upstream.model
     assert rig.engine.identity.also_served == ("a/b", "gpt-4o")
+    assert rig.engine.identity.adapters == ("legal", "sql")
     await rig.engine.stop()
 
 

@@ -1,0 +1,1 @@
+"""`holdfast upstream` and `holdfast reload`: the upstreams of a running fleet."""

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: the models of its bodies, their conversion to chats, and its answers."""

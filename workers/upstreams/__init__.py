@@ -1,0 +1,1 @@
+"""Many upstreams in one process: one worker for each entry of a watched file."""
