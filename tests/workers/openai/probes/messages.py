@@ -1,5 +1,7 @@
 """Probes of Anthropic's /v1/messages."""
 
+from typing import Any
+
 from constrained import WEATHER
 from probe import SAID, Json, Server
 
@@ -11,7 +13,7 @@ TOOL = {
 }
 
 
-def _message(server: Server, messages: list[Json] | None = None, **fields: object) -> Json:
+def _message(server: Server, messages: Any = None, **fields: object) -> Json:
     asked = {"max_tokens": 6, "temperature": 0} | fields
     whole: Json = server.post(PATH, messages=messages or SAID, **asked).good
     assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "tiny")
