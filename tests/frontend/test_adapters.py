@@ -65,7 +65,7 @@ async def test_adapters_are_listed_as_models_with_a_parent() -> None:
         async with kit.http.get(kit.url + "/v1/models") as answer:
             rows = {row["id"]: (row.get("root"), row.get("parent")) for row in (await answer.json())["data"]}
         assert rows == {
-            "m": (None, None),
+            "m": ("m", None),
             "sql": ("sql", "m"),
             "legal": ("legal", "m"),
             "database": ("sql", "m"),

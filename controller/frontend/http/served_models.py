@@ -1,7 +1,6 @@
 """Looks up served models and adapters by name or alias, and the group of workers that serves them."""
 
 import msgspec
-from msgspec import UNSET
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, invalid, starting, unavailable, unknown_model
@@ -16,9 +15,9 @@ class ModelEntry(msgspec.Struct):
     object: str = "model"
     created: int = 0  # creation time is unknown
     owned_by: str = "holdfast"
-    # of an alias: the model or adapter that it refers to; of an adapter: its own name, because its folder is not known
-    root: str | msgspec.UnsetType = msgspec.UNSET
-    parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its model
+    # of an alias: the model or adapter that it refers to; otherwise its own name, because its folder is not known
+    root: str = ""
+    parent: str | None = None  # of an adapter: its model
 
 
 def not_served(director: Director, model: str) -> ApiError:
@@ -87,7 +86,6 @@ def group_of(director: Director, served: str) -> EndpointGroup:
 def model_entry(director: Director, name: str, served: str) -> ModelEntry:
     """Return the entry of /v1/models for a served model or adapter. `name` is one of its names."""
     adapter = director.table.adapter_of(served)
-    root = adapter or (UNSET if name == served else served)
-    parent = director.table.model_of(adapter) if adapter else UNSET
+    parent = director.table.model_of(adapter) if adapter else None
     context = group_of(director, served).shown_context
-    return ModelEntry(id=name, max_model_len=context, root=root, parent=parent)
+    return ModelEntry(id=name, max_model_len=context, root=adapter or served, parent=parent)

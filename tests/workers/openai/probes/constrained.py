@@ -30,8 +30,8 @@ TIME: Json = {
 }
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-CALLED = {"structured_outputs": {"choice": [CALL]}, "max_tokens": 60}
-LONG = {"max_tokens": 400}  # the tiny model likes white space between the parts of a JSON text
+CALLED: Json = {"structured_outputs": {"choice": [CALL]}, "max_tokens": 60}
+LONG: Json = {"max_tokens": 400}  # the tiny model likes white space between the parts of a JSON text
 
 
 def _person(text: str) -> str:
@@ -212,13 +212,13 @@ def a_call_by_the_models_own_format(server: Server) -> object:
 
 
 def text_before_a_call(server: Server) -> object:
-    fields = {"structured_outputs": {"choice": ["Let me see. " + CALL]}, "max_tokens": 80}
+    fields: Json = {"structured_outputs": {"choice": ["Let me see. " + CALL]}, "max_tokens": 80}
     (choice,) = server.chat(tools=[WEATHER], **fields)["choices"]
     return choice["message"]["content"].strip(), _call(choice["message"])
 
 
 def two_calls_by_the_models_own_format(server: Server) -> object:
-    fields = {
+    fields: Json = {
         "structured_outputs": {"choice": [CALL + "\n" + CALL.replace("Rome", "Oslo")]},
         "max_tokens": 120,
     }
@@ -228,7 +228,7 @@ def two_calls_by_the_models_own_format(server: Server) -> object:
 
 
 def one_call_at_most(server: Server) -> object:
-    fields = {
+    fields: Json = {
         "structured_outputs": {"choice": [CALL + "\n" + CALL.replace("Rome", "Oslo")]},
         "max_tokens": 120,
     }
@@ -282,7 +282,7 @@ def a_streamed_named_call(server: Server) -> object:
 
 
 def no_call_is_wanted(server: Server) -> object:
-    fields = {"structured_outputs": {"choice": [CALL]}, "max_tokens": 60}
+    fields: Json = {"structured_outputs": {"choice": [CALL]}, "max_tokens": 60}
     message = server.message(tools=[WEATHER], tool_choice="none", **fields)
     assert not message.get("tool_calls") and "weather" in message["content"]
     return message["content"]

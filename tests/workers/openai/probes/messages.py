@@ -13,7 +13,7 @@ TOOL = {
 }
 
 
-def _message(server: Server, messages: Any = None, **fields: object) -> Json:
+def _message(server: Server, messages: list[Json] | None = None, **fields: Any) -> Json:
     asked = {"max_tokens": 6, "temperature": 0} | fields
     whole: Json = server.post(PATH, messages=messages or SAID, **asked).good
     assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "tiny")
@@ -82,7 +82,7 @@ def a_tool_that_must_be_used(server: Server) -> object:
 
 
 def the_result_of_a_tool(server: Server) -> object:
-    said = [
+    said: list[Json] = [
         *SAID,
         {
             "role": "assistant",

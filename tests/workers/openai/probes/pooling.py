@@ -2,13 +2,14 @@
 
 import base64
 import struct
+from typing import Any
 
 from probe import SAID, Server
 
 TEXTS = ["def answer():", "import os", "class Question:"]
 
 
-def _vectors(server: Server, input: object, **fields: object) -> list[list[float]]:
+def _vectors(server: Server, input: object, **fields: Any) -> list[list[float]]:
     whole = server.post("/v1/embeddings", input=input, **fields).good
     assert whole["object"] == "list" and whole["model"] == "tiny"
     assert [one["index"] for one in whole["data"]] == list(range(len(whole["data"])))

@@ -190,10 +190,11 @@ def same(one: object, other: object) -> bool:
     is "" for vLLM and U+FFFD for Holdfast, which shows that something is missing.
     """
     if isinstance(one, dict) and isinstance(other, dict):
-        found = {name.rstrip(INCOMPLETE): value for name, value in other.items()}
-        return len(one) == len(other) and all(
-            name.rstrip(INCOMPLETE) in found and same(value, found[name.rstrip(INCOMPLETE)])
-            for name, value in one.items()
+        first, second = (
+            {str(name).rstrip(INCOMPLETE): value for name, value in both.items()} for both in (one, other)
+        )
+        return first.keys() == second.keys() and all(
+            same(value, second[name]) for name, value in first.items()
         )
     if isinstance(one, str) and isinstance(other, str):
         return one.rstrip(INCOMPLETE) == other.rstrip(INCOMPLETE)

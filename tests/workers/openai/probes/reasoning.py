@@ -36,14 +36,20 @@ def reasoning_counts_as_tokens(server: Server) -> object:
 
 
 def reasoning_before_a_call(server: Server) -> object:
-    answer = {"structured_outputs": {"choice": ["<think>\nAdd.\n</think>\n\n" + CALL]}, "max_tokens": 80}
+    answer: Json = {
+        "structured_outputs": {"choice": ["<think>\nAdd.\n</think>\n\n" + CALL]},
+        "max_tokens": 80,
+    }
     (choice,) = server.chat(tools=[TOOL], **answer)["choices"]
     (call,) = choice["message"]["tool_calls"]
     return _reasoning(choice["message"]), call["function"]["name"], choice["finish_reason"]
 
 
 def no_reasoning_is_wanted(server: Server) -> object:
-    fields = {"structured_outputs": {"choice": ["Two."]}, "chat_template_kwargs": {"enable_thinking": False}}
+    fields: Json = {
+        "structured_outputs": {"choice": ["Two."]},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     message = server.message(**fields)
     assert not message.get("reasoning")
     return message["content"]

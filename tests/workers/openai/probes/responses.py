@@ -1,6 +1,7 @@
 """Probes of OpenAI's /v1/responses."""
 
 import json
+from typing import Any
 
 from constrained import PERSON, WEATHER
 from probe import Json, Server
@@ -9,7 +10,7 @@ PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": WEATHER["function"]["parameters"]}
 
 
-def _response(server: Server, input: object = "What is the answer?", **fields: object) -> Json:
+def _response(server: Server, input: object = "What is the answer?", **fields: Any) -> Json:
     asked = {"max_output_tokens": 16, "temperature": 0} | fields
     whole: Json = server.post(PATH, input=input, **asked).good
     assert whole["object"] == "response" and whole["id"].startswith("resp_") and whole["model"] == "tiny"
