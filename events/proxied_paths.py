@@ -1,4 +1,4 @@
-"""The HTTP paths of an inference server to which a frontend passes clients' requests on, with their media types.
+"""The HTTP paths of an inference server to which frontends pass clients' requests on.
 
 Paths that change a server or reveal its state (sleep, adapters, caches, metrics) are not among them.
 """
@@ -14,5 +14,5 @@ EMBEDDINGS = "/v1/embeddings"
 POOLING = (
     EMBEDDINGS, "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
-"""Paths whose answers are computed from the prompt alone, without generated tokens."""
+"""Paths with answers that are computed from the prompt alone, without generated tokens."""
 PATHS = (CHATS, COMPLETIONS, MESSAGES, BATCHES, *POOLING, *AUDIO)

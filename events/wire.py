@@ -314,9 +314,8 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     canaries: int = 0  # number of canaries among the running and waiting requests; they use no capacity of users' requests
     batch: int = 0  # current limit of running requests of an adaptive worker; 0: the registered limit
     closed_s: float = 0.0  # seconds in which users' requests are not accepted: the Retry-After of the server behind the worker
-    weight: float = (
-        1.0  # share of requests that the worker shall get (0 to 1), compared with a worker of weight 1
-    )
+    # share of requests that the worker shall get (0 to 1), compared with a worker of weight 1
+    weight: float = 1.0
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):

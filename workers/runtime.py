@@ -12,8 +12,9 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from events.errors import HoldfastError
 from events.fleet_key import FleetKey
 from events.journal.counters import ObservedJournal
 from events.journal.nats import NatsJournal
+from events.json_types import Json
 from events.process import descriptors, presence
 from workers import keeper
 from workers.assembly import kv_publisher, worker_configs
@@ -32,9 +34,6 @@ from workers.engines.build import build_engine
 from workers.exits import FAILED, LINGER_S, RENEWED, exit_within
 from workers.fleet_links import FleetLinks, connect_fleet
 from workers.shutdown import Stop, broken, budget_s
-from workers.upstreams.group import UpstreamGroup
-from workers.upstreams.life import LifeFactory
-from workers.upstreams.watched_file import UpstreamsFile
 from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failure
 from workers.worker_group import Many
 
@@ -88,7 +87,21 @@ class Alone:
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
-Workers = Alone | Many | UpstreamGroup
+class Workers(Protocol):
+    """Runs the workers of one process: `Alone`, `Many` or `UpstreamGroup`."""
+
+    @property
+    def workers(self) -> Sequence[InferenceWorker]:
+        """The workers that run now."""
+
+    async def run(self) -> int:
+        """Run until the process stops, and return its exit code."""
+
+    def stopping(self) -> bool:
+        """Return whether the process is shutting down."""
+
+    def fail(self, error: Exception) -> None:
+        """End all workers after an error in a callback of the event loop."""
 
 
 async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) -> int:
@@ -133,8 +146,14 @@ async def _run_upstreams(
     settings: WorkerSettings, file: Path, instance: str, stop: Stop, keeper_pid: int | None
 ) -> int:
     """Run one worker for each upstream that `file` lists, until a signal arrives, and return the exit code."""
+    # imports PyYAML, which other workers do not need
+    from workers.upstreams.group import UpstreamGroup
+    from workers.upstreams.life import LifeFactory
+    from workers.upstreams.watched_file import UpstreamsFile
+
     await asyncio.to_thread(_sweep)
     watched = UpstreamsFile(file, settings.data / "upstreams" / f"{settings.name}.yaml")
+    await watched.first()
     grace_s = budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop)
     build = LifeFactory(settings, _fleet_key(settings)).build
     group = UpstreamGroup(watched, build, stop, instance, grace_s, settings.name_check_s)
@@ -142,7 +161,8 @@ async def _run_upstreams(
     loop.set_exception_handler(lambda _, context: end_after(context, group))
     # the set keeps the tasks from being collected while they run
     loop.add_signal_handler(signal.SIGHUP, lambda: reloads.add(asyncio.ensure_future(group.reload())))
-    return _end(await _serve(settings, group, keeper_pid, group.journals if settings.nats_url else None))
+    journal = group.journals if settings.nats_url else None
+    return _end(await _serve(settings, group, keeper_pid, journal, group.report))
 
 
 def _fleet_key(settings: WorkerSettings) -> FleetKey | None:
@@ -211,14 +231,18 @@ def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
 
 
 async def _serve(
-    settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: ObservedJournal | None
+    settings: WorkerSettings,
+    workers: Workers,
+    keeper_pid: int | None,
+    journal: ObservedJournal | None,
+    upstreams: Callable[[], Json] | None = None,
 ) -> int:
     """Run the workers, the process's admin port and the checks of the keeper; return the process's exit code.
 
-    `journal` is None if the process belongs to no fleet.
+    `journal` is None if the process belongs to no fleet. `upstreams` returns the report of a process with a file of upstreams.
     """
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(_serve_admin(settings, workers, journal))]
+        beside = [group.create_task(_serve_admin(settings, workers, journal, upstreams))]
         if keeper_pid is not None:
             beside.append(group.create_task(_watch_keeper(keeper_pid)))
         code = await workers.run()
@@ -237,12 +261,16 @@ async def _watch_keeper(keeper_pid: int) -> None:
     log.warning("keeper_ended", pid=keeper_pid)
 
 
-async def _serve_admin(settings: WorkerSettings, process: Workers, journal: ObservedJournal | None) -> None:
+async def _serve_admin(
+    settings: WorkerSettings,
+    process: Workers,
+    journal: ObservedJournal | None,
+    upstreams: Callable[[], Json] | None,
+) -> None:
     """Once all workers serve, open the admin port and announce this process in the data directory.
 
     A process with a file of upstreams does so at once, because some of its upstreams may never serve.
     """
-    upstreams = process if isinstance(process, UpstreamGroup) else None
     while upstreams is None and (waiting := [one for one in process.workers if not one.serving.is_set()]):
         # a worker of `Many` may have ended and been replaced by a new object
         with contextlib.suppress(TimeoutError):
@@ -256,7 +284,7 @@ async def _serve_admin(settings: WorkerSettings, process: Workers, journal: Obse
         try:
             pages, url = await admin.serve(
                 process.workers, process.stopping, settings.host, settings.admin_port, journal=journal,
-                upstreams=None if upstreams is None else upstreams.report,
+                upstreams=upstreams,
             )  # fmt: skip
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)

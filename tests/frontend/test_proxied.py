@@ -36,7 +36,7 @@ def events(count: int) -> list[bytes]:
 
 @dataclass
 class ServingWorker(ScriptedWorker):
-    """A worker whose server answers proxied requests with these pieces. `Act.after` counts pieces."""
+    """A worker with a server that answers proxied requests with these pieces. `Act.after` counts pieces."""
 
     pieces: Sequence[bytes] = (json.dumps(VECTOR).encode(),)
     media: str = "application/json"

@@ -142,7 +142,7 @@ async def posted(kit: Kit, feature: Feature) -> tuple[int, str]:
 
 
 async def outcome(feature: Feature, engine: str) -> str:
-    """Return what happens to a stream whose worker is lost after a few tokens, and before the first one."""
+    """Return what happens to a stream if its worker is lost after a few tokens, and before the first one."""
     status, undisturbed = await response(feature, engine)
     if status in (400, 404):
         return "not served"

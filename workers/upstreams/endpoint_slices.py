@@ -1,4 +1,4 @@
-"""Finds the pods of a Kubernetes Service by its EndpointSlices: each ready pod is an upstream of its own.
+"""Finds the pods of a Kubernetes Service by its EndpointSlices: each ready pod is an upstream.
 
     list ──▶ watch ── an event ──▶ applied
       ▲        ├── 410 Gone: the version is too old ──▶ list again, at once

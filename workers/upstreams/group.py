@@ -83,11 +83,8 @@ class UpstreamGroup:
         self.journals = UpstreamJournals(self._slots.values(), self._past)
 
     async def run(self) -> int:
-        """Run the upstreams until a stop is requested, and return the exit code.
-
-        Raise BadUpstreams if the file is invalid at the start.
-        """
-        self.apply(await self._file.first())
+        """Run the upstreams until a stop is requested, and return the exit code. The file must have been read."""
+        self.apply(self._file.entries)
         following = asyncio.ensure_future(self._follow())
         try:
             await self._stop.wanted.wait()

@@ -33,24 +33,24 @@ class UpstreamsFile:
         self.path = path
         self.error = ""  # why the present contents are not applied; empty: they are
         self.digest = ""  # of the applied contents
+        self.entries: tuple[UpstreamEntry, ...] = ()  # those of `first`
         self._kept = kept
         self._seen = b""
         self._reading = asyncio.Lock()
 
-    async def first(self) -> tuple[UpstreamEntry, ...]:
-        """Return the entries with which the process starts. Raise BadUpstreams if neither the file nor the kept one is valid."""
+    async def first(self) -> None:
+        """Read the entries with which the process starts. Raise BadUpstreams if neither the file nor the kept one is valid."""
         try:
-            return await self._read()
+            self.entries = await self._read()
         except BadUpstreams as error:
             try:
                 kept = await asyncio.to_thread(read_upstreams, self._kept)
-                entries = load_upstreams(self.path, kept)
+                self.entries = load_upstreams(self.path, kept)
             except BadUpstreams:
                 raise error from None
             self._refuse(error)
             self.digest = digest(kept)
-            log.warning("upstreams_file_kept", kept=str(self._kept), upstreams=len(entries))
-            return entries
+            log.warning("upstreams_file_kept", kept=str(self._kept), upstreams=len(self.entries))
 
     async def look(self, apply: Apply) -> str:
         """Read the file now, and call `apply` with its entries if they have changed. Return `error`."""

@@ -1,4 +1,4 @@
-"""A client's request with its tokenized prompts, its answers (one per prompt and choice), and the response."""
+"""A client's request with its prompts as tokens, its answers, and the response built from them."""
 
 import asyncio
 import hashlib

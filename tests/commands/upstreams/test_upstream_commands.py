@@ -138,3 +138,31 @@ def test_without_a_process_the_commands_say_how_to_start_one(
 ) -> None:
     assert main(["upstream", "list", "--data", str(tmp_path)]) == 1
     assert "Start one with `holdfast up --upstreams FILE`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("upstreams: [", "up.yaml:1: "),
+        ("upstreams:\n  - {name: a}\n", "up.yaml:2: upstreams[0] (a): url: missing"),
+    ],
+)
+async def test_a_process_with_a_bad_file_ends_with_the_reason(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text(text)
+    command = [
+        sys.executable,
+        "-m",
+        "controller.cli",
+        "worker",
+        "--upstreams",
+        str(file),
+        "--data",
+        str(tmp_path / "d"),
+    ]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(30):
+        _, said = await process.communicate()
+    assert process.returncode == 1
+    assert why in said.decode().splitlines()[-1]
+    assert b"Traceback" not in said

@@ -1,4 +1,4 @@
-"""Servers that compute vectors or scores and generate no tokens: their probe, and their answers to canaries.
+"""Servers that compute vectors or scores, and no tokens: their probe, and their canaries.
 
 A canary is a question with a known answer. Such a server's answer is a list of numbers, which is compared like the logprobs of a
 generating server:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import pvariance
 
-from msgspec.structs import astuple
+from msgspec import structs
 
 from events.observations import Profile
 from events.wire import Chunk, Generate, Load
@@ -150,7 +150,10 @@ class SimulatedEngine:
 
     def load(self) -> Load:
         loads = [rank.load() for rank in self.each]
-        return loads[0] if len(loads) == 1 else Load(*map(sum, zip(*map(astuple, loads), strict=True)))
+        if len(loads) == 1:
+            return loads[0]
+        whole = Load(*map(sum, zip(*map(structs.astuple, loads), strict=True)))
+        return structs.replace(whole, weight=loads[0].weight)  # of the worker, not a sum over its ranks
 
     def ranks(self) -> list[Load]:
         return [rank.load() for rank in self.each] if len(self.each) > 1 else []

@@ -59,7 +59,7 @@ class Reply:
 
     @property
     def named(self) -> list[tuple[str, Json]]:
-        """The name and the data of each event of a stream whose events have names."""
+        """The name and the data of each event of a stream with named events."""
         assert self.status == 200, f"{self.status}: {self.text[:500]}"
         found = []
         for block in self.text.replace("\r\n", "\n").split("\n\n"):
@@ -102,7 +102,7 @@ class Server:
     def get(self, path: str) -> Reply:
         return self.send("GET", path)
 
-    def post(self, path: str, headers: Mapping[str, str] | None = None, **fields: Any) -> Reply:
+    def post(self, path: str, headers: Any = None, **fields: Any) -> Reply:
         """Send these fields as JSON, to the model `tiny` unless they name another one."""
         return self.send("POST", path, json.dumps({"model": "tiny"} | fields).encode(), headers)
 
@@ -121,25 +121,25 @@ class Server:
         """Return the events of a streamed completion."""
         return self.post(COMPLETIONS, prompt=prompt, stream=True, **GREEDY | fields).events
 
-    def chat(self, messages: list[Json] | None = None, **fields: Any) -> Json:
+    def chat(self, messages: Any = None, **fields: Any) -> Json:
         """Return the response to a chat, greedy and short unless the fields say otherwise."""
         whole: Json = self.post(CHATS, messages=messages or SAID, **GREEDY | fields).good
         return whole
 
-    def message(self, messages: list[Json] | None = None, **fields: Any) -> Json:
+    def message(self, messages: Any = None, **fields: Any) -> Json:
         """Return the message of the only choice of a chat."""
         (choice,) = self.chat(messages, **fields)["choices"]
         found: Json = choice["message"]
         assert found["role"] == "assistant"
         return found
 
-    def said(self, messages: list[Json] | None = None, **fields: Any) -> str:
+    def said(self, messages: Any = None, **fields: Any) -> str:
         """Return the text of the only choice of a chat."""
         text = self.message(messages, **fields)["content"]
         assert isinstance(text, str)
         return text
 
-    def chats(self, messages: list[Json] | None = None, **fields: Any) -> list[Json]:
+    def chats(self, messages: Any = None, **fields: Any) -> list[Json]:
         """Return the events of a streamed chat."""
         return self.post(CHATS, messages=messages or SAID, stream=True, **GREEDY | fields).events
 

@@ -1,4 +1,4 @@
-"""The tiny model with what clients' requests need: a chat template with tools and documents, and tokens for reasoning."""
+"""The tiny model, with a chat template for tools and documents, and with tokens for reasoning."""
 
 import json
 import shutil

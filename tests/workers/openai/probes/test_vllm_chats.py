@@ -1,4 +1,4 @@
-"""Opt-in (make test-vllm): streams of chats through a fleet in front of two vLLM servers, undisturbed and disturbed."""
+"""Opt-in (make test-vllm): streamed chats through a fleet in front of two vLLM servers."""
 
 import asyncio
 import json

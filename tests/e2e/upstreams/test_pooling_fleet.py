@@ -1,4 +1,4 @@
-"""A fleet in front of three servers that compute embeddings: a wrong, a dead and a slow server go unnoticed."""
+"""A fleet in front of three embedding servers: users do not notice a wrong or a broken one."""
 
 import asyncio
 import json
