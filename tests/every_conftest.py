@@ -18,4 +18,5 @@ import tests.replay.conftest
 import tests.workers.conftest
 import tests.workers.devices.conftest
 import tests.workers.openai.conftest
+import tests.workers.openai.probes.conftest
 import tests.workers.transformers_engine.conftest

@@ -150,6 +150,7 @@ def test_every_error_that_quotes_a_server_is_known(pytestconfig: pytest.Config) 
         "tokens asked for",
         "gives the logprobs of {len",
         "LINE_BYTES_MAX",
+        "WHOLE_BYTES_MAX",
         "in the worker",
     )  # numbers and names that do not come from a server
     assert len(quoting) >= 6

@@ -15,6 +15,7 @@ GIVEN = {
     "--request-plane": ("nats", "tcp"),
     "--planner-mode": ("observe", "off"),
     "--engine": ("openai", "simulated"),
+    "--upstreams": ("/upstreams/a.yaml", "/upstreams/b.yaml"),
     "--model": ("/models/a", "/models/b"),
 }
 

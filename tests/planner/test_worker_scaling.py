@@ -75,7 +75,14 @@ class PlayedFleet:
             "request_plane": "tcp",
             "ready_timeout": None,
         }
-        given |= {"model": None, "itl_ms": None, "spares": 0, "spare_threshold": 16, "workers": workers}
+        given |= {
+            "model": None,
+            "itl_ms": None,
+            "spares": 0,
+            "spare_threshold": 16,
+            "workers": workers,
+            "upstreams": None,
+        }
         self.args = Namespace(**given | args)
         self.scaling = WorkerScaling(
             self.args, FleetDir(tmp_path), self.children, self.start, self.said.append

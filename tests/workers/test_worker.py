@@ -58,7 +58,7 @@ async def test_a_worker_sends_a_heartbeat_with_its_load_every_second(
         **ABOUT, "at": "", "seq": 0, "draining": False, "convicted": False, "batch": 1.0,
         "load": {
             "running": 0, "waiting": 0, "kv_used": 0, "kv_total": 32768, "active_tokens": 0, "canaries": 0, "batch": 0,
-            "closed_s": 0.0,
+            "closed_s": 0.0, "weight": 1.0,
         },
     }  # fmt: skip
     assert (first["seq"], second["seq"]) == (1, 2)
