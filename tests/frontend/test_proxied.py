@@ -12,6 +12,7 @@ import pytest
 from frontend_kit import Kit, first_goes_to, frontend
 from scripted_worker import Act, ScriptedWorker
 
+from controller.frontend.openai.proxied import ControllingFields
 from events.observations import RequestAbandoned, RequestMigrated
 from events.proxied_paths import AUDIO, BATCHES, PATHS, POOLING
 from events.wire import Chunk, Generate, ProxiedPiece, ProxiedRequest, Step
@@ -176,6 +177,24 @@ async def test_a_client_can_refuse_the_proxied_mode() -> None:
         assert (status, body["error"]["code"]) == (400, "unsupported_parameter")
         status, body, _ = await kit.post(CHATS, {"X-Holdfast-Mode": "fast"}, **CHAT)
         assert (status, body["error"]["param"]) == (400, "X-Holdfast-Mode")
+
+
+@pytest.mark.parametrize("name", ControllingFields.__struct_fields__)
+@pytest.mark.parametrize("headers", [None, {"X-Holdfast-Mode": "proxied"}])
+async def test_fields_that_control_a_server_are_never_passed_on(
+    name: str, headers: dict[str, str] | None
+) -> None:
+    async with frontend() as kit:
+        worker = ServingWorker("w1")
+        await kit.add(worker, **UPSTREAM)
+        asked: dict[str, Any] = CHAT | {name: {"host": "10.0.0.1"}}
+        status, body, _ = await kit.post(CHATS, headers, **asked)
+        assert (status, body["error"]["code"]) == (400, "unsupported_parameter")
+        assert not worker.passed_on
+        spelled = json.dumps(asked).replace(name, f"\\u{ord(name[0]):04x}{name[1:]}")
+        sent = {"Content-Type": "application/json"} | (headers or {})
+        async with kit.http.post(kit.url + CHATS, data=spelled, headers=sent) as response:
+            assert response.status == 400 and not worker.passed_on
 
 
 async def test_fields_stay_refused_where_no_server_offers_the_path() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from controller.frontend.errors import ApiError, invalid
+from controller.frontend.errors import ApiError, invalid, unsupported
 from controller.frontend.openai.choice import Choice, InvalidOutput, ResponseWriter
 from controller.frontend.openai.formats import AnswerFormat, WholeResponse
 from controller.frontend.openai.messages.events import MessagesFormat
@@ -30,6 +30,20 @@ BODY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024  # a body and the rest of its frame
 WHOLE_BYTES_MAX = 128 * 1024 * 1024  # of a response that is not streamed
 BYTES_PER_TOKEN = 4  # of a body: a rough estimate of the work, for English text
 STATUSES = range(200, 500)
+
+
+class ControllingFields(msgspec.Struct):
+    """Fields that are never passed on, because they control a server: its connections to others, its code, its files."""
+
+    kv_transfer_params: object = None
+    ec_transfer_params: object = None
+    session_params: object = None
+    bootstrap_host: object = None
+    bootstrap_port: object = None
+    bootstrap_room: object = None
+    data_parallel_rank: object = None
+    custom_logit_processor: object = None
+    lora_path: object = None
 
 
 class ProxiedBody(msgspec.Struct):
@@ -56,6 +70,7 @@ def read_proxied(path: str, media: str, body: bytes) -> ParsedRequest:
             found = ProxiedBody(model=fields.get("model"), stream=fields.get("stream", "").lower() == "true")
         else:
             found = msgspec.json.decode(body, type=ProxiedBody)
+            _refuse_controlling(msgspec.json.decode(body, type=ControllingFields))
     except msgspec.ValidationError as error:
         raise invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -72,6 +87,13 @@ def read_proxied(path: str, media: str, body: bytes) -> ParsedRequest:
         user=found.user or "",
         proxied=ProxiedRequest(path, body, media or "application/json", streamed),
     )
+
+
+def _refuse_controlling(body: ControllingFields) -> None:
+    """Raise ApiError (400) if a body has a field that controls a server, unless its value is null or empty."""
+    for name in body.__struct_fields__:
+        if getattr(body, name) not in (None, {}, ""):
+            raise unsupported(name, "it is not passed on to a server")
 
 
 def with_model(proxied: ProxiedRequest, model: str) -> ProxiedRequest:
