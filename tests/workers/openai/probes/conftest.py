@@ -1,4 +1,7 @@
-"""Real vLLM servers with a model for probes, and fleets in front of them."""
+"""Real vLLM servers with a model for probes, and fleets in front of them.
+
+They serve the whole session, because the tests of different modules are mixed.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,21 +24,21 @@ def probed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(made / "tiny", tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def texts(probed_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     """Two servers of a model that answers in text."""
     with fronted(tmp_path_factory.mktemp("texts"), probed_model, 2, CALLS) as both:
         yield both
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vectors(probed_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     """A server of a model that computes vectors."""
     with fronted(tmp_path_factory.mktemp("vectors"), probed_model, 1, VECTORS) as both:
         yield both
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def thinking(probed_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     """A server of a model that reasons. As on the server, the format of its reasoning is set on the fleet."""
     own = ("--reasoning-parsers", "tiny=qwen3")
