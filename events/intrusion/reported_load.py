@@ -13,7 +13,7 @@ from events.wire import Beat, Load
 COUNT_MAX = 1 << 40  # requests, blocks or tokens
 CLOSED_S_MAX = 86_400.0  # the longest Retry-After
 AGE_MS_MAX = 1e10  # age of the current engine step
-_COUNTS = tuple(name for name in Load.__struct_fields__ if name != "closed_s")
+_COUNTS = tuple(name for name in Load.__struct_fields__ if name not in ("closed_s", "weight"))
 
 
 def impossible_beat(beat: Beat) -> str:
@@ -33,6 +33,8 @@ def impossible_load(load: Load) -> str:
             return f"{name} = {count!r}"
     if not (isfinite(load.closed_s) and 0 <= load.closed_s <= CLOSED_S_MAX):
         return f"closed_s = {load.closed_s!r}"
+    if not 0 <= load.weight <= 1:
+        return f"weight = {load.weight!r}"
     return ""
 
 
