@@ -9,7 +9,7 @@ import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.openai.choice import Choice
-from controller.frontend.openai.formats import AnswerFormat, ChatFormat, WholeResponse
+from controller.frontend.openai.formats import AnswerFormat, ChatFormat, OutputModel, WholeResponse
 from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.output_formats import OutputFormats
@@ -136,7 +136,8 @@ class Completion:
         call = admitted.call
         parsed = call.parsed
         fingerprint = system_fingerprint(parsed.model, *admitted.lineage)
-        self.format = FORMATS[parsed.api](call, admitted.tokens, admitted.formats, stream, fingerprint)
+        model = OutputModel(admitted.tokens, admitted.formats, fingerprint)
+        self.format = FORMATS[parsed.api](call, model, stream)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []

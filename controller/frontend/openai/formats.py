@@ -51,6 +51,14 @@ def answer_usage(answers: Sequence[Choice], n: int) -> AnswerUsage:
     return AnswerUsage(read, made, cached)
 
 
+class OutputModel(NamedTuple):
+    """What the responses of one model have in common."""
+
+    tokens: Tokens
+    formats: OutputFormats  # of reasoning and tool calls
+    fingerprint: str  # the value of `system_fingerprint`
+
+
 class WholeResponse(NamedTuple):
     """A response that is not streamed."""
 
@@ -62,26 +70,16 @@ class WholeResponse(NamedTuple):
 class AnswerFormat:
     """The format of the response to one request. Each API has a subclass."""
 
-    def __init__(
-        self,
-        call: Call,
-        tokens: Tokens,
-        formats: OutputFormats,
-        stream: SseStream | None,
-        fingerprint: str = "",
-    ) -> None:
-        """Start without answers.
-
-        `stream` is None for a response that is not streamed. `fingerprint` is the value of `system_fingerprint`.
-        """
+    def __init__(self, call: Call, model: OutputModel, stream: SseStream | None) -> None:
+        """Start without answers. `stream` is None for a response that is not streamed."""
         self.parsed = parsed = call.parsed
         self.stream = stream
-        self.formats = formats
+        self.formats = formats = model.formats
         self.created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
         self.is_parsed = is_parsed(parsed, formats)
         special = parsed.special or self.is_parsed
         self.shared = writers.ResponseFormat(
-            parsed, tokens, call.id, self.created, special=special, fingerprint=fingerprint
+            parsed, model.tokens, call.id, self.created, special=special, fingerprint=model.fingerprint
         )
 
     def writer(self, index: int, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:

@@ -15,14 +15,12 @@ import msgspec
 
 from controller.frontend.errors import ApiError, invalid, unsupported
 from controller.frontend.openai.choice import Choice, InvalidOutput, ResponseWriter
-from controller.frontend.openai.formats import AnswerFormat, WholeResponse
+from controller.frontend.openai.formats import AnswerFormat, OutputModel, WholeResponse
 from controller.frontend.openai.messages.events import MessagesFormat
 from controller.frontend.openai.multipart import form_fields, with_form_field
-from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import ParsedRequest, bad_json
 from controller.frontend.openai.sse import SseStream
-from controller.frontend.openai.text.tokenizer import Tokens
 from events.proxied_paths import AUDIO, BATCHES, MESSAGES, POOLING
 from events.wire import FRAME_BYTES_MAX, Logprob, ProxiedPiece, ProxiedRequest, Sampling
 
@@ -191,15 +189,8 @@ class ProxyWriter(ResponseWriter):
 class ProxiedFormat(AnswerFormat):
     """The format of a proxied response: as the server sent it."""
 
-    def __init__(
-        self,
-        call: Call,
-        tokens: Tokens,
-        formats: OutputFormats,
-        stream: SseStream | None,
-        fingerprint: str = "",
-    ) -> None:
-        """Start without a response. `tokens`, `formats` and `fingerprint` are not used."""
+    def __init__(self, call: Call, model: OutputModel, stream: SseStream | None) -> None:
+        """Start without a response. `model` is not used."""
         self.parsed, self.stream = call.parsed, stream
         self._failure = MessagesFormat.failure if call.head.path == MESSAGES else AnswerFormat.failure
         self._id = call.id

@@ -14,12 +14,10 @@ from controller.frontend.openai.answer_events import (
     ShownLogprob,
     encoded_event,
 )
-from controller.frontend.openai.formats import AnswerUsage
+from controller.frontend.openai.formats import AnswerUsage, OutputModel
 from controller.frontend.openai.messages.errors import error_body
-from controller.frontend.openai.output_formats import OutputFormats
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.sse import SseStream
-from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.openai.tools.output_delta import OutputDelta
 
 Json = dict[str, object]
@@ -133,15 +131,8 @@ def _arguments(text: str) -> Json:
 class MessagesFormat(EventFormat):
     """The format of /v1/messages."""
 
-    def __init__(
-        self,
-        call: Call,
-        tokens: Tokens,
-        formats: OutputFormats,
-        stream: SseStream | None,
-        fingerprint: str = "",
-    ) -> None:
-        super().__init__(call, tokens, formats, stream, fingerprint)
+    def __init__(self, call: Call, model: OutputModel, stream: SseStream | None) -> None:
+        super().__init__(call, model, stream)
         parsed = call.parsed
         self.events = MessageEvents(stream, f"msg_{call.id}", parsed.called or parsed.model)
 

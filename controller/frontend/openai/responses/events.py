@@ -16,11 +16,9 @@ from controller.frontend.openai.answer_events import (
     encoded_event,
 )
 from controller.frontend.openai.choice import Choice
-from controller.frontend.openai.formats import AnswerUsage
-from controller.frontend.openai.output_formats import OutputFormats
+from controller.frontend.openai.formats import AnswerUsage, OutputModel
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.sse import SseStream
-from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.openai.tools.output_delta import OutputDelta
 
 Json = dict[str, object]
@@ -177,15 +175,8 @@ class ResponsesFormat(EventFormat):
 
     events: ResponseEvents
 
-    def __init__(
-        self,
-        call: Call,
-        tokens: Tokens,
-        formats: OutputFormats,
-        stream: SseStream | None,
-        fingerprint: str = "",
-    ) -> None:
-        super().__init__(call, tokens, formats, stream, fingerprint)
+    def __init__(self, call: Call, model: OutputModel, stream: SseStream | None) -> None:
+        super().__init__(call, model, stream)
         parsed = call.parsed
         assert parsed.response is not None
         base: Json = {
