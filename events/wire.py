@@ -254,11 +254,16 @@ def join(earlier: Chunk, later: Chunk) -> bool:
 def _join_details(earlier: Chunk, later: Chunk) -> bool:
     """Append logprobs, text and proxied response of the later chunk. Return False without a change if the two do not fit into
     one."""
-    if later.proxied is not None and earlier.proxied is not None:
+    if earlier.proxied is not None and later.proxied is not None:
         earlier.proxied.body += later.proxied.body
         return True
-    if (later.proxied or earlier.proxied) is not None and (_has_output(earlier) and _has_output(later)):
+    if (earlier.proxied is not None and _has_output(later)) or (
+        later.proxied is not None and _has_output(earlier)
+    ):
         return False
+    if later.proxied is not None:
+        earlier.proxied = later.proxied
+        return True
     if (later.tokens and earlier.text is not None) or (earlier.tokens and later.text is not None):
         return False
     if later.logprobs:

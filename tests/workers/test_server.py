@@ -13,7 +13,7 @@ from recording_transport import Line
 from simulated_kit import generate, run
 from waits import turns
 
-from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
+from events.wire import Chunk, Generate, Hello, Load, Logprob, ProxiedPiece, Splitter, Step, Why, to_frontend
 from workers.counters import Ends
 from workers.engines.engine import Announce, Deliver, EngineIdentity, Import, Phase, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
@@ -244,6 +244,41 @@ async def test_a_frontend_that_never_reads_is_closed_at_the_backlog_limit(
     assert engine_of(server).load() == Load(kv_total=65_536)
     frontend.transport.resume_reading()
     await frontend.lost()
+
+
+async def test_proxied_responses_count_towards_the_backlog_limit(
+    serve: Serve, dial: Dial, eventually: Eventually
+) -> None:
+    server = await serve(patience=BufferLimits(buffer_bytes=1024, backlog_bytes_max=10_000))
+    frontend = await dial(server)
+    await frontend.until(lambda: frontend.welcome)
+    (connection,) = server.connections.open
+    connection.pause()
+    for _ in range(3):
+        connection.batch.append(Chunk(1, [], proxied=ProxiedPiece(b"x" * 4_000)))
+        connection.flush()
+    await frontend.lost()
+    assert not server.connections.open
+
+
+async def test_a_proxied_stream_stays_when_others_are_sent_elsewhere(
+    serve: Serve, dial: Dial, eventually: Eventually
+) -> None:
+    """No other worker can continue it."""
+    server = await serve(itl_s=0.01)
+    frontend = await dial(server)
+    movable, proxied = (
+        frontend.ask(prompt(), max_tokens=4_000),
+        frontend.ask(prompt(salt=1), max_tokens=4_000),
+    )
+    await frontend.until(lambda: frontend.tokens(movable) and frontend.tokens(proxied))
+    (stream,) = [one for one in server.streams.by_key.values() if one.number == proxied]
+    stream.proxied = True
+    server.output.send_elsewhere("engine_shutdown: it leaves")
+    await frontend.until(lambda: frontend.end(movable) is not None)
+    assert server.in_flight == 1 and frontend.end(proxied) is None
+    frontend.cancel(proxied)
+    await eventually(lambda: not server.in_flight)
 
 
 async def test_a_frontend_that_stops_reading_is_closed_after_the_time_limit(

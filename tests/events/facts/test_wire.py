@@ -18,6 +18,7 @@ from events.wire import (
     Hello,
     Load,
     Logprob,
+    ProxiedPiece,
     Reserve,
     Reserved,
     Sampling,
@@ -195,6 +196,20 @@ def test_chunks_are_joined_where_one_chunk_can_carry_both() -> None:
     sure = Chunk(1, [300], logprobs=[Logprob(-1.0, [])])
     assert wire.join(sure, Chunk(1, [301], logprobs=[Logprob(-2.0, [])])) and wire.join(sure, Chunk(1, [302]))
     assert not wire.join(sure, Chunk(1, [303], logprobs=[Logprob(-3.0, [])])), "it would be 302's"
+
+
+def test_pieces_of_a_proxied_response_are_joined_and_never_with_other_output() -> None:
+    first = Chunk(1, [], proxied=ProxiedPiece(b"a", 200, "text/plain"))
+    assert wire.join(first, Chunk(1, [], proxied=ProxiedPiece(b"b"))) and wire.join(
+        first, Chunk(1, [], "stop")
+    )
+    assert first == Chunk(1, [], "stop", proxied=ProxiedPiece(b"ab", 200, "text/plain"))
+    empty = Chunk(1, [], cached_tokens=0)
+    assert wire.join(empty, Chunk(1, [], proxied=ProxiedPiece(b"c", 200)))
+    assert empty.proxied == ProxiedPiece(b"c", 200)
+    for other in (Chunk(1, [300]), Chunk(1, [], text="x")):
+        assert not wire.join(Chunk(1, [], proxied=ProxiedPiece(b"a", 200)), other)
+        assert not wire.join(other, Chunk(1, [], proxied=ProxiedPiece(b"a", 200)))
 
 
 class WelcomeOf020(msgspec.Struct, tag="welcome", array_like=True):

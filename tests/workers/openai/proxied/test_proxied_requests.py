@@ -142,6 +142,16 @@ async def test_a_request_for_a_whole_response_says_nothing_about_the_engine(
     assert rig.engine.load().running == 0
 
 
+async def test_only_requests_for_streams_are_prefill(rig: Rig, upstream: Upstream) -> None:
+    """A long prompt of a whole response would otherwise allow the engine to hang for longer."""
+    upstream.others[EMBEDDINGS] = upstream.others[CHATS] = OtherPath([], hangs=True)
+    for path, streamed in ((EMBEDDINGS, False), (CHATS, True)):
+        proxied = ProxiedRequest(path, b"{}", streamed=streamed)
+        rig.engine.submit(rig.key(), Generate(1, "r", [], 7, Sampling(max_tokens=1), proxied=proxied))
+    await rig.until(lambda: rig.engine.phase().prefill_tokens)
+    assert (rig.engine.phase().name, rig.engine.phase().prefill_tokens) == ("prefill", 7)
+
+
 async def test_the_paths_of_an_upstream_are_registered(rig: Rig, upstream: Upstream) -> None:
     assert rig.engine.identity.paths == (CHATS, "/v1/completions", EMBEDDINGS)  # not /sleep
 
