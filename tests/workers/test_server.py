@@ -246,9 +246,7 @@ async def test_a_frontend_that_never_reads_is_closed_at_the_backlog_limit(
     await frontend.lost()
 
 
-async def test_proxied_responses_count_towards_the_backlog_limit(
-    serve: Serve, dial: Dial, eventually: Eventually
-) -> None:
+async def test_proxied_responses_count_towards_the_backlog_limit(serve: Serve, dial: Dial) -> None:
     server = await serve(patience=BufferLimits(buffer_bytes=1024, backlog_bytes_max=10_000))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
@@ -257,8 +255,8 @@ async def test_proxied_responses_count_towards_the_backlog_limit(
     for _ in range(3):
         connection.batch.append(Chunk(1, [], proxied=ProxiedPiece(b"x" * 4_000)))
         connection.flush()
+    assert connection.transport is None or connection.transport.is_closing()  # before the time limit
     await frontend.lost()
-    assert not server.connections.open
 
 
 async def test_a_proxied_stream_stays_when_others_are_sent_elsewhere(
